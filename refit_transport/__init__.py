@@ -1,0 +1,1 @@
+"""Refit: move policy weights from trainer ranks to inference ranks, shard to shard."""

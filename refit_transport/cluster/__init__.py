@@ -1,0 +1,1 @@
+"""Ray: placement, trainer and engine actors, coordination."""

@@ -1,0 +1,1 @@
+"""The configuration: schema, inheritance, overrides, validation of everything at once."""

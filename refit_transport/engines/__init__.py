@@ -1,0 +1,1 @@
+"""What an inference rank holds, read from live objects."""

@@ -1,0 +1,1 @@
+"""Regions, meshes and placements: which rank holds which part of a logical parameter. Pure."""

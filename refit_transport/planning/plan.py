@@ -1,0 +1,116 @@
+"""The plan: who sends which region to whom, over which link, in which bucket. Plain data, equal on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from refit_transport.layout.layout import LogicalParameter
+from refit_transport.layout.region import Region
+
+PLANNER_VERSION = 1
+"""Part of every digest: ranks that run planners of different versions refuse each other."""
+
+
+class Link(IntEnum):
+    """What a transfer crosses."""
+
+    LOCAL = 0
+    """Source and destination are the same rank: a copy in its memory."""
+    DOMAIN = 1
+    """Two ranks of one fast-link domain (an NVLink domain; one host on CPU)."""
+    NETWORK = 2
+    """Two ranks of different domains."""
+
+
+class Route(IntEnum):
+    """How a parameter travels."""
+
+    RESHARD = 0
+    """Shard to shard: exact intersections, once per domain."""
+    BROADCAST = 1
+    """Gathered and broadcast: whole tensors to every inference rank that needs them (see ``broadcast_root``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """Everything besides the two descriptions and the domains that a plan depends on."""
+
+    bucket_bytes: int = 256 << 20
+    """Most bytes that one rank stages for one bucket, in plus out."""
+    stripe_bytes: int = 64 << 10
+    """A region is not cut into stripes smaller than this."""
+    once_per_domain: bool = True
+    """A byte crosses into a domain once; False sends to every replica (the flat scheme, for comparison)."""
+    relay: str = "auto"
+    """Domain-to-domain relay of a copy: ``auto`` (when it lowers the bottleneck), ``never``, ``always``."""
+    broadcast_root: str = "every"
+    """``single``: whole tensors are gathered on the lowest trainer rank, which broadcasts them. ``every``: each trainer
+    rank is the root of the part it holds, so that all trainer links share the work."""
+    wire_dtype: str = "auto"
+    """``auto`` (the side where fewer bytes cross casts), or a dtype name that every floating tensor travels in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """``region`` of every member of a group moves from ``src`` to ``dst``.
+
+    ``hop`` orders transfers of the same bytes: a transfer of hop h > 0 forwards what its source received at hop h - 1
+    as exactly the same region. ``wanted`` is False for a rank that only relays.
+    """
+
+    src: int
+    dst: int
+    region: Region
+    hop: int
+    link: Link
+    wanted: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TransferGroup:
+    """Parameters that travel alike: same shape, dtypes, route and layouts, hence the same transfers."""
+
+    route: Route
+    shape: tuple[int, ...]
+    src_dtype: str
+    dst_dtype: str
+    wire_dtype: str
+    whole: bool
+    """The destination is the full tensor, handed to the model's loader, not a live view."""
+    members: tuple[int, ...]
+    """Indices into ``Plan.parameters``, in travel order."""
+    transfers: tuple[Transfer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """A member's share of a bucket: rows ``[start, stop)`` of its first dimension (all of it when it fits)."""
+
+    group: int
+    member: int
+    """Index into the group's ``members``."""
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A whole refit. Every rank of both sides derives the same plan and compares ``digest`` before the first byte."""
+
+    parameters: tuple[LogicalParameter, ...]
+    """As the trainers hold them, sorted by travel order."""
+    groups: tuple[TransferGroup, ...]
+    buckets: tuple[tuple[Slab, ...], ...]
+    domains: tuple[tuple[int, ...], ...]
+    """Ranks by domain; every rank is in exactly one."""
+    options: PlanOptions
+    digest: str = field(default="")
+
+    @property
+    def world(self) -> tuple[int, ...]:
+        return tuple(sorted(rank for domain in self.domains for rank in domain))
+
+
+class PlanError(ValueError):
+    """The two descriptions cannot be joined: names the parameter, the gap or overlap, and the ranks."""

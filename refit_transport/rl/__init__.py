@@ -1,0 +1,1 @@
+"""GRPO and PPO loops, losses, advantages, rollouts and tasks."""

@@ -1,0 +1,1 @@
+"""Binds a program to a rank's live tensors and staging memory."""

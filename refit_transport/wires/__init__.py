@@ -1,0 +1,1 @@
+"""Wires run a program's exchanges."""

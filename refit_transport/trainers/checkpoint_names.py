@@ -34,8 +34,8 @@ class Piece:
     def to_checkpoint(self, box: Region) -> Region:
         """``box``, which lies inside ``source_region``, in coordinates of the checkpoint tensor."""
         local = box.relative_to(self.source_region)
-        start = [s + (0 if d is None else local.start[d]) for s, d in zip(self.region.start, self.dims)]
-        stop = [s + (1 if d is None else local.stop[d]) for s, d in zip(self.region.start, self.dims)]
+        start = [s + (0 if d is None else local.start[d]) for s, d in zip(self.region.start, self.dims, strict=True)]
+        stop = [s + (1 if d is None else local.stop[d]) for s, d in zip(self.region.start, self.dims, strict=True)]
         return Region(tuple(start), tuple(stop))
 
     def orient(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -145,17 +145,17 @@ class _Trace(TorchFunctionMode):
             corner.append(at)
         dims = tuple(strides.index(s) if s in strides else None for s in view.stride())
         sizes = [1] * base.ndim
-        for d, size in zip(dims, view.shape):
+        for d, size in zip(dims, view.shape, strict=True):
             if d is None and size != 1:
                 raise _unresolvable(name, f"it is not a box of {source} (stride {view.stride()} of {strides})")
             if d is not None:
                 sizes[d] = size
-        stop = tuple(a + n for a, n in zip(corner, sizes))
-        if any(b > n for b, n in zip(stop, base.shape)) or len({d for d in dims if d is not None}) < sum(
+        stop = tuple(a + n for a, n in zip(corner, sizes, strict=True))
+        if any(b > n for b, n in zip(stop, base.shape, strict=True)) or len({d for d in dims if d is not None}) < sum(
             d is not None for d in dims
         ):
             raise _unresolvable(name, f"it is not a box of {source}")
-        region = Region(start, tuple(a + n for a, n in zip(start, view.shape)))
+        region = Region(start, tuple(a + n for a, n in zip(start, view.shape, strict=True)))
         return Piece(region, source, Region(tuple(corner), stop), dims)
 
 

@@ -1,0 +1,1 @@
+"""The trained models: sharded workers that compute log-probabilities or values and take optimizer steps."""

@@ -1,0 +1,134 @@
+"""A weight source for models of DTensors and plain tensors: FSDP2, HSDP, tensor and expert parallel, in any mix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from refit_transport.layout.layout import LogicalParameter
+from refit_transport.layout.region import Region
+from refit_transport.trainers.checkpoint_names import CheckpointTensor, Piece, checkpoint_tensors
+from refit_transport.trainers.dtensor_shards import Shard, read_shard
+from refit_transport.trainers.lora import LowRank, gather, merge, read_adapters
+
+
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    region: Region
+    """In coordinates of the checkpoint tensor."""
+    view: torch.Tensor
+
+
+class DTensorSource:
+    """What this rank holds of ``model`` under the names and shapes of its Hugging Face checkpoint.
+
+    Everything is read from the live tensors: placements, local shapes, which names share memory. Works for transformers
+    models (also inside peft or torch.compile) and, with the module's own names, for any other. LoRA adapters are merged
+    into buffers as large as this rank's adapted shards. Making a source, and ``refresh``, re-shard what a forward pass
+    left gathered and gather adapters, so every rank of the model's meshes must call them at the same time.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.aliases: dict[str, str] = {}
+        """Checkpoint names that are not sent, because they share memory with the name they map to (tied weights)."""
+        self._model: nn.Module = getattr(model, "_orig_mod", model)
+        self._merged: dict[str, torch.Tensor] = {}
+        self._memory: dict[str, tuple[object, ...]] = {}
+        self._parameters: dict[str, LogicalParameter] = {}
+        self._holdings: dict[str, tuple[_Holding, ...]] = {}
+        self.refresh()
+
+    def parameters(self) -> Sequence[LogicalParameter]:
+        """Checkpoint tensors of which this rank holds anything, tied ones once, persistent buffers included."""
+        return [self._parameters[name] for name in self._holdings]
+
+    def holdings(self) -> Mapping[str, tuple[Region, ...]]:
+        """Disjoint, non-empty regions held by this rank, per checkpoint name."""
+        return {name: tuple(h.region for h in held) for name, held in self._holdings.items()}
+
+    def view(self, name: str, region: Region) -> torch.Tensor:
+        """The local memory of ``region``: slices and permutations of the shard, never a copy. Raises KeyError for a
+        name this rank does not hold and ValueError for a region outside its holdings."""
+        for holding in self._holdings[name]:
+            if holding.region.contains(region):
+                return holding.view[region.relative_to(holding.region).slices()]
+        held = ", ".join(str(h.region) for h in self._holdings[name])
+        raise ValueError(f"{name}: region {region} is not held by this trainer rank, which holds {held}")
+
+    def refresh(self) -> bool:
+        """Re-shards what a forward pass left gathered and merges adapters. True when memory moved since the last call,
+        so that views must be taken again."""
+        state = {k: v for k, v in self._model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
+        adapted = read_adapters(self._model, state)
+        tensors = {name: state[key] for key, name in adapted.names.items()}
+        shards = {name: read_shard(name, tensor) for name, tensor in tensors.items()}
+        shards |= {name: self._merge(name, shards[name], parts) for name, parts in adapted.low_rank.items()}
+        memory = {name: (shard.local.data_ptr(), shard.local.dtype, shard.boxes) for name, shard in shards.items()}
+        moved = memory != self._memory
+        if moved:
+            self._read(tensors, shards)
+            self._memory = memory
+        return moved
+
+    def _merge(self, name: str, shard: Shard, adapters: tuple[LowRank, ...]) -> Shard:
+        whole = gather(adapters)
+        out = self._merged.get(name)
+        if out is None or out.shape != shard.local.shape or out.dtype != shard.local.dtype:
+            out = self._merged[name] = torch.empty_like(shard.local, requires_grad=False)
+        merge(out, shard.local, shard.boxes, whole)
+        return Shard(out, shard.shape, shard.boxes)
+
+    def _read(self, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> None:
+        model = _transformers_model(self._model)
+        ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+        written = checkpoint_tensors(model, {n: t for n, t in tensors.items() if n not in ignored})
+        self.aliases = _aliases(written, _owners(model, tensors))
+        self._parameters, self._holdings = {}, {}
+        for tensor in written:
+            held = tuple(h for piece in tensor.pieces for h in _held(piece, shards[piece.source]))
+            if held and tensor.name not in self.aliases:
+                dtype = str(held[0].view.dtype).removeprefix("torch.")
+                self._parameters[tensor.name] = LogicalParameter(tensor.name, tensor.shape, dtype)
+                self._holdings[tensor.name] = held
+
+
+def _held(piece: Piece, shard: Shard) -> Iterator[_Holding]:
+    for held, local in shard.boxes:
+        common = held.intersect(piece.source_region)
+        if common is not None:
+            corner = common.relative_to(held)
+            inside = tuple(slice(o + a, o + b) for o, a, b in zip(local.start, corner.start, corner.stop, strict=True))
+            yield _Holding(piece.to_checkpoint(common), piece.orient(shard.local[inside]))
+
+
+def _transformers_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside a peft model; else the module itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _owners(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """For each model tensor, the name under which its memory is sent. Shared tensors are one object in the live model,
+    whatever its configuration says; the model only says which of their names a checkpoint keeps."""
+    dropped = set(getattr(model, "all_tied_weights_keys", None) or ())
+    groups: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(id(tensor), []).append(name)
+    owners = {}
+    for names in groups.values():
+        owner = next((name for name in names if name not in dropped), names[0])
+        owners |= dict.fromkeys(names, owner)
+    return owners
+
+
+def _aliases(written: Sequence[CheckpointTensor], owners: Mapping[str, str]) -> dict[str, str]:
+    """Checkpoint tensors that repeat another one, mapped to its name."""
+    kept = {t.pieces: t.name for t in written if all(owners[p.source] == p.source for p in t.pieces)}
+    repeated = {}
+    for tensor in written:
+        original = kept.get(tuple(replace(p, source=owners[p.source]) for p in tensor.pieces), tensor.name)
+        if original != tensor.name:
+            repeated[tensor.name] = original
+    return repeated

@@ -1,0 +1,183 @@
+"""Keys of the inference side: `policy.generation.*`, and of the refit that feeds it."""
+
+from __future__ import annotations
+
+from refit_transport.config.key import Key, section
+from refit_transport.config.keys.policy import PRECISIONS
+
+GENERATION = section(
+    "policy.generation",
+    "Generation",
+    "The engine that produces rollouts, and which transport brings it new weights.",
+    Key("backend", str, "vllm", "Inference engine.", choices=("vllm",)),
+    Key(
+        "refit_transport",
+        str,
+        None,
+        "`nccl_reshard` sends feed-forward weights shard to shard; `null` is packed gather-and-broadcast; "
+        "`module:ClassName` is a plug-in.",
+    ),
+    Key("max_new_tokens", int, "${policy.max_total_sequence_length}", "Longest answer, in tokens.", minimum=1),
+    Key("temperature", float, 1.0, "Sampling temperature.", minimum=0),
+    Key("top_p", float, 1.0, "Nucleus sampling.", above=0, maximum=1),
+    Key("top_k", int, None, "Sample among the k likeliest tokens.", minimum=1),
+    Key("val_temperature", float, "${policy.generation.temperature}", "Temperature in validation.", minimum=0),
+    Key("val_top_p", float, "${policy.generation.top_p}", "Nucleus sampling in validation.", above=0, maximum=1),
+    Key(
+        "val_top_k",
+        int,
+        "${policy.generation.top_k}",
+        "Sample among the k likeliest tokens in validation.",
+        minimum=1,
+        optional=True,
+    ),
+    Key("stop_token_ids", list, None, "Tokens that end an answer, besides the model's own."),
+    Key("stop_strings", list, None, "Strings that end an answer."),
+    Key("port_range_low", int, 3000, "First port that engines may open.", minimum=1024, maximum=65535),
+    Key("port_range_high", int, 4999, "End of that range, not included.", minimum=1025, maximum=65536),
+    Key("vllm_kwargs", dict, {}, "Passed to vLLM as they are."),
+    Key(
+        "colocated.enabled",
+        bool,
+        True,
+        "Trainer and engine share GPUs. This project moves weights between separate GPUs, so it has to be `false`.",
+    ),
+    Key(
+        "colocated.resources.gpus_per_node",
+        int,
+        None,
+        "GPUs (on CPU: processes) given to generation, per node; the rest trains.",
+        minimum=1,
+    ),
+    Key("colocated.resources.num_nodes", int, None, "Whole nodes given to generation.", minimum=1),
+)
+
+VLLM = section(
+    "policy.generation.vllm_cfg",
+    "vLLM",
+    "One engine spans tensor x pipeline parallel ranks. With experts in parallel over more ranks than one "
+    "tensor-parallel group, an engine spans several groups (data-parallel attention). As many replicas start as fit.",
+    Key("async_engine", bool, False, "Use the asynchronous engine.", choices=(False,)),
+    Key("precision", str, "${policy.precision}", "dtype of the engine's weights.", choices=PRECISIONS),
+    Key("kv_cache_dtype", str, "auto", "dtype of the KV cache.", choices=("auto", "bfloat16", "float16")),
+    Key(
+        "logprobs_mode",
+        str,
+        "processed_logprobs",
+        "Which log-probabilities the engine returns.",
+        choices=("processed_logprobs", "raw_logprobs"),
+    ),
+    Key("tensor_parallel_size", int, 1, "Tensor-parallel ranks of one engine.", minimum=1),
+    Key("pipeline_parallel_size", int, 1, "Pipeline stages of one engine.", minimum=1),
+    Key(
+        "expert_parallel_size",
+        int,
+        1,
+        "Ranks over which experts are spread; 1, or a multiple of the tensor-parallel size.",
+        minimum=1,
+    ),
+    Key("gpu_memory_utilization", float, 0.6, "Share of a GPU's memory for the engine.", above=0, maximum=1),
+    Key("max_model_len", int, "${policy.max_total_sequence_length}", "Longest sequence of the engine.", minimum=2),
+    Key("enforce_eager", bool, False, "Do not capture CUDA graphs. CPU recipes set `true`."),
+    Key("use_tqdm", bool, True, "Show vLLM's own progress bar."),
+    Key(
+        "load_format",
+        str,
+        "auto",
+        "`dummy` starts with random weights, which the first refit replaces.",
+        choices=("auto", "dummy", "safetensors"),
+    ),
+    Key("env_vars", dict, {}, "Environment of the engine's processes."),
+)
+
+BUCKET_BYTES = 256 << 20
+CASTS = ("auto", "bfloat16", "float32")
+
+
+def _carriage(*wires: str) -> tuple[Key, ...]:
+    """What both transports have in common."""
+    return (
+        Key(
+            "bucket_bytes",
+            int,
+            BUCKET_BYTES,
+            "Most bytes that a rank stages for one bucket, in plus out.",
+            minimum=4096,
+        ),
+        Key(
+            "wire",
+            str,
+            "auto",
+            "What carries the bytes. `auto`: NCCL between GPUs, sockets and shared memory between CPU processes.",
+            choices=("auto", *wires),
+        ),
+        Key(
+            "wire_dtype",
+            str,
+            "auto",
+            "dtype in which floating tensors travel. `auto` casts on the side where fewer bytes cross.",
+            choices=CASTS,
+        ),
+        Key(
+            "timeout_s",
+            float,
+            120.0,
+            "A join or a refit that takes longer fails on every rank, naming the peer.",
+            above=0,
+        ),
+        Key(
+            "verify",
+            str,
+            "none",
+            "`checksum` compares a sum of every region at both ends after each refit.",
+            choices=("none", "checksum"),
+        ),
+        Key(
+            "domains",
+            str,
+            "auto",
+            "Which ranks share a fast link: those of one `host`, of one `segment` of `cluster.segment_size` nodes, or "
+            "none (`rank`). `auto` is `segment` where a segment size is set, else `host`.",
+            choices=("auto", "host", "segment", "rank"),
+        ),
+    )
+
+
+REFIT = (
+    section(
+        "policy.generation.refit_cfg.nccl_reshard",
+        "Transport `nccl_reshard`",
+        "Options of the shard-to-shard transport.",
+        Key(
+            "scope",
+            str,
+            "ffn",
+            "`ffn` reshards feed-forward projections; `all` reshards every parameter that can be mapped and names the "
+            "rest.",
+            choices=("ffn", "all"),
+        ),
+        *_carriage("tcp", "gloo", "nccl", "nccl_m2n"),
+        Key(
+            "relay",
+            str,
+            "auto",
+            "Forward a copy from domain to domain instead of sending it again: when it lowers the bottleneck, or by "
+            "force.",
+            choices=("auto", "never", "always"),
+        ),
+    ),
+    section(
+        "policy.generation.refit_cfg.gather_broadcast",
+        "Transport `gather_broadcast`",
+        "Options of the transport that `refit_transport: null` means.",
+        *_carriage("tcp", "gloo", "nccl"),
+        Key(
+            "root",
+            str,
+            "every",
+            "`every` trainer rank broadcasts the part it holds, so that all links share the work; `single` gathers "
+            "whole tensors on one rank first.",
+            choices=("every", "single"),
+        ),
+    ),
+)

@@ -1,0 +1,151 @@
+"""Keys of the trained model: `policy.*`, its trainer back ends, and the value model that mirrors it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from refit_transport.config.key import REQUIRED, Key, Section, section
+
+PRECISIONS = ("bfloat16", "float32", "float16")
+
+POLICY = section(
+    "policy",
+    "Policy",
+    "The model that is trained and how it is trained.",
+    Key(
+        "model_name",
+        str,
+        REQUIRED,
+        "Directory of a Hugging Face checkpoint, or a built-in tiny model (`tiny/qwen3`, `tiny/qwen3-moe`) that is "
+        "made with random weights and needs no download.",
+    ),
+    Key("tokenizer.name", str, "${policy.model_name}", "Directory of the tokenizer."),
+    Key("tokenizer.chat_template_kwargs", dict, None, "Passed to the chat template."),
+    Key("hf_config_overrides", dict, {}, "Entries that replace those of the model's `config.json`."),
+    Key("train_global_batch_size", int, 512, "Sequences per optimizer step.", minimum=1),
+    Key("train_micro_batch_size", int, 4, "Sequences per forward and backward pass of one rank.", minimum=1),
+    Key(
+        "logprob_batch_size",
+        int,
+        "${policy.train_micro_batch_size}",
+        "Sequences per forward pass when log-probabilities are computed.",
+        minimum=1,
+    ),
+    Key("max_total_sequence_length", int, 512, "Longest prompt plus answer, in tokens.", minimum=2),
+    Key("precision", str, "bfloat16", "dtype of the forward pass.", choices=PRECISIONS),
+    Key(
+        "make_sequence_length_divisible_by",
+        int,
+        "${policy.dtensor_cfg.tensor_parallel_size}",
+        "Batches are padded to a multiple of this many tokens.",
+        minimum=1,
+    ),
+    Key("max_grad_norm", float, 1.0, "Gradients are clipped to this norm; null clips nothing.", above=0, optional=True),
+    Key("optimizer.name", str, "torch.optim.AdamW", "Dotted name of the optimizer's class."),
+    Key(
+        "optimizer.kwargs",
+        dict,
+        {"lr": 5e-6, "weight_decay": 0.01},
+        "Its arguments. A recipe that sets some of them keeps the other defaults.",
+    ),
+    Key(
+        "scheduler",
+        list,
+        None,
+        "`torch.optim.lr_scheduler` classes as `{name, kwargs}`, and one `{milestones: [...]}` that says at which step "
+        "the next one takes over.",
+    ),
+)
+
+WARM_START = section(
+    "policy.warm_start",
+    "Warm start of a built-in tiny model",
+    "A short supervised phase on the built-in task, so that a random model has something to reinforce. It is run once "
+    "and kept beside the model.",
+    Key("enabled", bool, False, "Train a built-in tiny model on answers before the first step."),
+    Key("steps", int, 25, "Optimizer steps.", minimum=1),
+    Key("batch_size", int, 128, "Sequences per step.", minimum=1),
+    Key("lr", float, 2e-3, "Learning rate after ten steps of linear warm-up.", above=0),
+    Key("seed", int, 0, "Seed of the model's weights and of the examples.", minimum=0),
+)
+
+
+def _dtensor(prefix: str) -> Section:
+    return section(
+        f"{prefix}.dtensor_cfg",
+        "DTensor trainer" + (" of the value model" if prefix == "value" else ""),
+        "FSDP2 over a device mesh, with tensor, expert and replica dimensions. Data parallelism takes the ranks that "
+        "the other dimensions leave.",
+        Key("enabled", bool, True, "Use this trainer."),
+        Key("tensor_parallel_size", int, 1, "Tensor-parallel ranks.", minimum=1),
+        Key("expert_parallel_size", int, 1, "Ranks over which experts are spread.", minimum=1),
+        Key("dp_replicate_size", int, 1, "Replicas of the sharded model (HSDP).", minimum=1),
+        Key("activation_checkpointing", bool, False, "Recompute activations in the backward pass."),
+        Key("cpu_offload", bool, False, "Keep parameters in host memory between uses."),
+    )
+
+
+def _megatron(prefix: str) -> Section:
+    return section(
+        f"{prefix}.megatron_cfg",
+        "Megatron trainer" + (" of the value model" if prefix == "value" else ""),
+        "Megatron-core with tensor, pipeline, virtual pipeline and expert parallelism. The refit reads the layout from "
+        "the live model; these keys only build it.",
+        Key("enabled", bool, False, "Use this trainer instead of DTensor."),
+        Key("tensor_model_parallel_size", int, 1, "Tensor-parallel ranks.", minimum=1),
+        Key("pipeline_model_parallel_size", int, 1, "Pipeline stages.", minimum=1),
+        Key("virtual_pipeline_model_parallel_size", int, None, "Model chunks per stage.", minimum=1),
+        Key("pipeline_model_parallel_layout", str, None, "Megatron's own layout text, such as `Et|tt|tt|tL`."),
+        Key("num_layers_in_first_pipeline_stage", int, None, "Layers on the first stage.", minimum=0),
+        Key("num_layers_in_last_pipeline_stage", int, None, "Layers on the last stage.", minimum=0),
+        Key("account_for_embedding_in_pipeline_split", bool, False, "Count the embedding as a layer."),
+        Key("account_for_loss_in_pipeline_split", bool, False, "Count the loss as a layer."),
+        Key("expert_model_parallel_size", int, 1, "Ranks over which experts are spread.", minimum=1),
+        Key("expert_tensor_parallel_size", int, 1, "Tensor-parallel ranks inside an expert.", minimum=1),
+        Key("context_parallel_size", int, 1, "Context-parallel ranks.", choices=(1,)),
+        Key("sequence_parallel", bool, False, "Shard activations along the sequence between tensor-parallel ranks."),
+        Key(
+            "moe_token_dispatcher_type", str, "alltoall", "How tokens reach experts.", choices=("alltoall", "allgather")
+        ),
+        Key("mtp_num_layers", int, 0, "Multi-token-prediction layers.", minimum=0),
+        Key("optimizer.lr", float, 5e-6 if prefix == "policy" else 2e-6, "Learning rate.", above=0),
+        Key("optimizer.weight_decay", float, 0.01, "Weight decay.", minimum=0),
+        Key("optimizer.use_distributed_optimizer", bool, True, "Shard the optimizer state."),
+    )
+
+
+DTENSOR = _dtensor("policy")
+MEGATRON = _megatron("policy")
+
+_VALUE_DEFAULTS = {
+    "model_name": "${policy.model_name}",
+    "tokenizer.name": "${policy.tokenizer.name}",
+    "train_global_batch_size": "${policy.train_global_batch_size}",
+    "train_micro_batch_size": "${policy.train_micro_batch_size}",
+    "logprob_batch_size": "${value.train_micro_batch_size}",
+    "max_total_sequence_length": "${policy.max_total_sequence_length}",
+    "precision": "${policy.precision}",
+    "make_sequence_length_divisible_by": "${policy.make_sequence_length_divisible_by}",
+    "optimizer.kwargs": {"lr": 1e-5, "weight_decay": 0.01},
+}
+
+
+def _value_keys() -> tuple[Key, ...]:
+    """The policy's keys under `value`, with the value model's own defaults."""
+    mirrored = []
+    for key in (*POLICY.keys, *_dtensor("policy").keys):
+        name = key.path.removeprefix("policy.")
+        default = f"${{{key.path}}}" if name.startswith("dtensor_cfg") else _VALUE_DEFAULTS.get(name, key.default)
+        mirrored.append(replace(key, path=f"value.{name}", default=default))
+    return tuple(mirrored)
+
+
+VALUE = Section(
+    "value",
+    "Value model (PPO)",
+    "The critic. It mirrors `policy`, shares its GPUs, and has its own optimizer.",
+    (
+        *_value_keys(),
+        Key("value.reward_model_cfg.enabled", bool, True, "One scalar per token from a linear head.", choices=(True,)),
+    ),
+)

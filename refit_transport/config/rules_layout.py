@@ -1,0 +1,176 @@
+"""Rules on ranks and parallel sizes: what does not fit the cluster, and what does not divide the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from refit_transport.config.key import DOCUMENT
+from refit_transport.config.setup import Setup
+from refit_transport.config.violation import Violation
+
+VLLM = "policy.generation.vllm_cfg"
+MEGATRON = "policy.megatron_cfg"
+DTENSOR = "policy.dtensor_cfg"
+RESOURCES = "policy.generation.colocated.resources"
+ANCHOR = f"{DOCUMENT}#layouts"
+
+Found = Iterator[Violation]
+
+
+def layout_rules(setup: Setup) -> Found:
+    """Violations of every rule on ranks and sizes."""
+    for rule in _RULES:
+        yield from rule(setup)
+
+
+def _cluster_is_large_enough(setup: Setup) -> Found:
+    real = setup.cluster
+    if real is None:
+        return
+    for key, found, there in (
+        ("cluster.num_nodes", setup.get("cluster.num_nodes"), real.nodes),
+        ("cluster.gpus_per_node", setup.get("cluster.gpus_per_node"), real.gpus_per_node),
+    ):
+        if found > there:
+            yield Violation(key, found, f"at most {there}, which is what this cluster has", ANCHOR)
+
+
+def _generation_leaves_trainers(setup: Setup) -> Found:
+    if setup.colocated:
+        return
+    key = f"{RESOURCES}.{'gpus_per_node' if setup.get('cluster.num_nodes') == 1 else 'num_nodes'}"
+    given = setup.generation_ranks
+    if given == 0:
+        yield Violation(key, None, f"how much of the cluster's {setup.world} ranks generates", ANCHOR)
+    elif given >= setup.world:
+        yield Violation(
+            key,
+            setup.get(key),
+            f"fewer than all: {given} ranks generate, which leaves {setup.world - given} of {setup.world} to train",
+            ANCHOR,
+        )
+
+
+def _engines_fill_their_ranks(setup: Setup) -> Found:
+    tensor = setup.get(f"{VLLM}.tensor_parallel_size")
+    expert = setup.get(f"{VLLM}.expert_parallel_size")
+    if expert > 1 and expert % tensor:
+        yield Violation(
+            f"{VLLM}.expert_parallel_size", expert, f"1 or a multiple of tensor_parallel_size {tensor}", ANCHOR
+        )
+        return
+    given, engine = setup.generation_ranks, setup.engine_ranks
+    if not setup.colocated and given and given % engine:
+        yield Violation(
+            f"{VLLM}.tensor_parallel_size",
+            tensor,
+            f"one engine of {engine} ranks (tensor or expert x pipeline) has to divide the {given} that generate",
+            ANCHOR,
+        )
+
+
+def _trainer_fills_its_ranks(setup: Setup) -> Found:
+    ranks = setup.train_ranks
+    if ranks <= 0:
+        return
+    if setup.trainer == "megatron":
+        pipeline = setup.get(f"{MEGATRON}.pipeline_model_parallel_size")
+        expert = setup.get(f"{MEGATRON}.expert_model_parallel_size") * setup.get(
+            f"{MEGATRON}.expert_tensor_parallel_size"
+        )
+        sizes = (
+            (setup.tensor_parallel_key, setup.tensor_parallel * pipeline, "tensor x pipeline"),
+            (f"{MEGATRON}.expert_model_parallel_size", expert * pipeline, "expert x expert-tensor x pipeline"),
+        )
+    else:
+        replicas, expert = setup.get(f"{DTENSOR}.dp_replicate_size"), setup.get(f"{DTENSOR}.expert_parallel_size")
+        sizes = (
+            (setup.tensor_parallel_key, setup.tensor_parallel * replicas, "tensor x replicas"),
+            (f"{DTENSOR}.expert_parallel_size", expert * replicas, "expert x replicas"),
+        )
+    for key, product, words in sizes:
+        if ranks % product:
+            yield Violation(
+                key, setup.get(key), f"{words} ({product}) has to divide the {ranks} ranks that train", ANCHOR
+            )
+
+
+def _trainer_divides_the_model(setup: Setup) -> Found:
+    model, tensor = setup.model, setup.tensor_parallel
+    if model is None:
+        return
+    key = setup.tensor_parallel_key
+    yield from _divides(key, tensor, model.heads, "attention heads")
+    yield from _divides(key, tensor, model.intermediate, "columns of the feed-forward layers")
+    if setup.trainer == "dtensor":
+        yield from _divides(key, tensor, model.kv_heads, "key-value heads")
+        expert_key = f"{DTENSOR}.expert_parallel_size"
+    else:
+        yield from _shares_kv_heads(key, tensor, model.kv_heads)
+        expert_key = f"{MEGATRON}.expert_model_parallel_size"
+        width_key = f"{MEGATRON}.expert_tensor_parallel_size"
+        yield from _divides(width_key, setup.get(width_key), model.expert_intermediate, "columns of an expert")
+        yield from _pipeline_divides(setup, model.layers)
+    yield from _experts(expert_key, setup.get(expert_key), model.experts)
+
+
+def _pipeline_divides(setup: Setup, layers: int) -> Found:
+    key = f"{MEGATRON}.pipeline_model_parallel_size"
+    stages = setup.get(key)
+    if setup.get(f"{MEGATRON}.pipeline_model_parallel_layout"):
+        return  # Megatron's own text says where every layer goes
+    first = setup.get(f"{MEGATRON}.num_layers_in_first_pipeline_stage")
+    last = setup.get(f"{MEGATRON}.num_layers_in_last_pipeline_stage")
+    left = layers - (first or 0) - (last or 0)
+    left += setup.get(f"{MEGATRON}.account_for_embedding_in_pipeline_split")
+    left += setup.get(f"{MEGATRON}.account_for_loss_in_pipeline_split")
+    even = stages - (first is not None) - (last is not None)
+    chunks = even * (setup.get(f"{MEGATRON}.virtual_pipeline_model_parallel_size") or 1)
+    if chunks > 0 and left % chunks:
+        yield Violation(key, stages, f"{chunks} equal stages or chunks have to divide {left} layers", ANCHOR)
+
+
+def _engine_divides_the_model(setup: Setup) -> Found:
+    model = setup.model
+    if model is None:
+        return
+    key = f"{VLLM}.tensor_parallel_size"
+    tensor, expert = setup.get(key), setup.get(f"{VLLM}.expert_parallel_size")
+    yield from _divides(key, tensor, model.heads, "attention heads")
+    yield from _shares_kv_heads(key, tensor, model.kv_heads)
+    yield from _divides(key, tensor, model.intermediate, "columns of the feed-forward layers")
+    if expert == 1:
+        yield from _divides(key, tensor, model.expert_intermediate, "columns of an expert")
+    elif not model.experts or expert > model.experts:
+        limit = f"at most the model's {model.experts} experts" if model.experts else "1, since the model has no experts"
+        yield Violation(f"{VLLM}.expert_parallel_size", expert, limit, ANCHOR)
+    stages = setup.get(f"{VLLM}.pipeline_parallel_size")
+    if model.layers and stages > model.layers:
+        yield Violation(f"{VLLM}.pipeline_parallel_size", stages, f"at most the model's {model.layers} layers", ANCHOR)
+
+
+def _divides(key: str, size: int, total: int, what: str) -> Found:
+    if total and total % size:
+        yield Violation(key, size, f"a divisor of the model's {total} {what}", ANCHOR)
+
+
+def _shares_kv_heads(key: str, size: int, heads: int) -> Found:
+    if heads and heads % size and size % heads:
+        yield Violation(key, size, f"a divisor or a multiple of the model's {heads} key-value heads", ANCHOR)
+
+
+def _experts(key: str, size: int, experts: int) -> Found:
+    if size > 1 and not experts:
+        yield Violation(key, size, "1, since the model has no experts", ANCHOR)
+    else:
+        yield from _divides(key, size, experts, "experts")
+
+
+_RULES: tuple[Callable[[Setup], Found], ...] = (
+    _cluster_is_large_enough,
+    _generation_leaves_trainers,
+    _engines_fill_their_ranks,
+    _trainer_fills_its_ranks,
+    _trainer_divides_the_model,
+    _engine_divides_the_model,
+)

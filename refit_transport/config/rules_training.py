@@ -1,0 +1,110 @@
+"""Rules on batches, losses, data and ports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from refit_transport.config.key import DOCUMENT
+from refit_transport.config.setup import Setup
+from refit_transport.config.violation import Violation
+
+Found = Iterator[Violation]
+BATCHES = f"{DOCUMENT}#batches"
+
+
+def training_rules(setup: Setup) -> Found:
+    """Violations of every rule on how a run trains."""
+    for rule in _RULES:
+        yield from rule(setup)
+
+
+def _batches_divide(setup: Setup) -> Found:
+    section = setup.get(setup.algorithm)
+    rollouts = section["num_prompts_per_step"] * section["num_generations_per_prompt"]
+    for model in ("policy", "value") if setup.algorithm == "ppo" else ("policy",):
+        key = f"{model}.train_global_batch_size"
+        batch, micro = setup.get(key), setup.get(f"{model}.train_micro_batch_size")
+        if rollouts % batch:
+            yield Violation(
+                key, batch, f"a divisor of the {rollouts} answers of a step (prompts x answers each)", BATCHES
+            )
+        if setup.data_parallel and batch % (micro * setup.data_parallel):
+            product = f"train_micro_batch_size {micro} x {setup.data_parallel} data-parallel ranks"
+            yield Violation(key, batch, f"a multiple of {micro * setup.data_parallel} ({product})", BATCHES)
+
+
+def _lengths_fit(setup: Setup) -> Found:
+    longest = setup.get("policy.max_total_sequence_length")
+    engine = setup.get("policy.generation.vllm_cfg.max_model_len")
+    if engine < longest:
+        key = "policy.generation.vllm_cfg.max_model_len"
+        yield Violation(key, engine, f"at least policy.max_total_sequence_length, {longest}", BATCHES)
+
+
+def _leave_one_out_needs_company(setup: Setup) -> Found:
+    if setup.algorithm != "grpo" or setup.get("grpo.num_generations_per_prompt") > 1:
+        return
+    if setup.get("grpo.adv_estimator.name") in ("grpo", "gdpo"):
+        yield Violation(
+            "grpo.num_generations_per_prompt", 1, "2 or more: one answer has no group to compare with", BATCHES
+        )
+
+
+def _loss_options_agree(setup: Setup) -> Found:
+    """The loss's own list, so that there is one source of what conflicts."""
+    from refit_transport.rl.loss_config import LossConfig
+
+    options: dict[str, Any] = dict(setup.get("loss_fn"))
+    try:
+        LossConfig(**options)
+    except ValueError as error:
+        for line in str(error).splitlines():
+            key, _, words = line.partition(": ")
+            yield Violation(key, setup.get(key), words, f"{DOCUMENT}#loss")
+
+
+def _data_is_there(setup: Setup) -> Found:
+    anchor = f"{DOCUMENT}#data"
+    for key in ("data.train_path", "data.val_path"):
+        path = setup.get(key)
+        if path and not Path(path).is_file():
+            yield Violation(key, path, "an existing JSONL file", anchor)
+    if setup.get("data.dataset_name") == "jsonl" and not setup.get("data.train_path"):
+        yield Violation("data.train_path", None, "a JSONL file, since data.dataset_name is jsonl", anchor)
+
+
+def _reward_can_be_imported(setup: Setup) -> Found:
+    name = setup.get("env.reward")
+    module, colon, function = name.partition(":")
+    if name != "exact_match" and not (colon and function and _module_exists(module)):
+        yield Violation(
+            "env.reward", name, "exact_match, or module:function of a module that can be found", f"{DOCUMENT}#env"
+        )
+
+
+def _module_exists(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _port_ranges_hold_something(setup: Setup) -> Found:
+    for prefix in ("policy.generation.port_range", "cluster.master_port_range"):
+        low, high = setup.get(f"{prefix}_low"), setup.get(f"{prefix}_high")
+        if high <= low:
+            yield Violation(f"{prefix}_high", high, f"above {prefix}_low, {low}", f"{DOCUMENT}#cluster")
+
+
+_RULES: tuple[Callable[[Setup], Found], ...] = (
+    _batches_divide,
+    _lengths_fit,
+    _leave_one_out_needs_company,
+    _loss_options_agree,
+    _data_is_there,
+    _reward_can_be_imported,
+    _port_ranges_hold_something,
+)

@@ -1,0 +1,204 @@
+"""What does not work together, as one table. Validation reads it, and the documentation's support matrix is made of it.
+
+``python -m refit_transport.config.support`` prints the matrix as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from refit_transport.config.key import DOCUMENT
+from refit_transport.config.load import schema_defaults
+from refit_transport.config.setup import Setup
+from refit_transport.config.violation import Violation
+
+GENERATION = "policy.generation"
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """A combination that is refused before anything starts: ``key`` is what to change, to ``allowed``."""
+
+    slug: str
+    combination: str
+    why: str
+    key: str
+    allowed: str
+    applies: Callable[[Setup], bool]
+
+    @property
+    def anchor(self) -> str:
+        return f"{DOCUMENT}#{self.slug}"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model family whose checkpoint names are known to the classification and covered by its tests."""
+
+    name: str
+    model_types: tuple[str, ...]
+    feed_forward: str
+    """What takes the reshard path with scope ``ffn``."""
+    expert_model_on_cpu: bool = True
+    """Whether vLLM's CPU platform has a kernel for its experts."""
+
+
+FAMILIES = (
+    Family("Llama", ("llama",), "gate, up, down"),
+    Family("Qwen3", ("qwen2", "qwen3"), "gate, up, down"),
+    Family("Qwen3-MoE", ("qwen2_moe", "qwen3_moe"), "experts, shared expert"),
+    Family("Qwen3-Next", ("qwen3_next",), "experts, shared expert"),
+    Family("DeepSeek-V3", ("deepseek_v3",), "dense layers, experts, shared experts; MTP layers are broadcast"),
+    Family("Mixtral", ("mixtral",), "experts (w1, w2, w3)"),
+    Family("gpt-oss", ("gpt_oss",), "fused experts; biases and scales are broadcast"),
+    Family("NemotronH", ("nemotron_h",), "up, down; experts, shared experts", expert_model_on_cpu=False),
+    Family("Qwen2.5-VL", ("qwen2_5_vl",), "gate, up, down of the decoder; the vision tower is broadcast"),
+)
+
+
+def _wire(setup: Setup) -> str:
+    return setup.get(f"{GENERATION}.refit_cfg.{setup.transport}.wire") or "auto"
+
+
+def _option(setup: Setup, name: str) -> Any:
+    return setup.get(f"{GENERATION}.refit_cfg.{setup.transport}.{name}")
+
+
+def _has_experts_without_cpu_kernel(setup: Setup) -> bool:
+    model = setup.model
+    lacking = {kind for family in FAMILIES if not family.expert_model_on_cpu for kind in family.model_types}
+    return (
+        setup.get("cluster.device") == "cpu" and model is not None and model.experts > 0 and model.model_type in lacking
+    )
+
+
+UNSUPPORTED = (
+    Unsupported(
+        "colocated-generation",
+        "colocated generation with any transport",
+        "weights move between ranks that train and ranks that generate; colocated ranks would share GPUs",
+        f"{GENERATION}.colocated.enabled",
+        "false: transports move weights between separate ranks, nccl_reshard and gather_broadcast alike",
+        lambda s: s.colocated,
+    ),
+    Unsupported(
+        "two-trainers",
+        "both trainers enabled",
+        "a policy has one trainer",
+        "policy.dtensor_cfg.enabled",
+        "false, since policy.megatron_cfg.enabled is true",
+        lambda s: s.get("policy.dtensor_cfg.enabled") and s.get("policy.megatron_cfg.enabled"),
+    ),
+    Unsupported(
+        "no-trainer",
+        "no trainer enabled",
+        "a policy has one trainer",
+        "policy.dtensor_cfg.enabled",
+        "true, or policy.megatron_cfg.enabled: true",
+        lambda s: not s.get("policy.dtensor_cfg.enabled") and not s.get("policy.megatron_cfg.enabled"),
+    ),
+    Unsupported(
+        "ppo-megatron",
+        "PPO with the Megatron trainer",
+        "the value model is a DTensor model and shares the policy's ranks",
+        "policy.megatron_cfg.enabled",
+        "false with ppo",
+        lambda s: s.algorithm == "ppo" and s.trainer == "megatron",
+    ),
+    Unsupported(
+        "nccl-on-cpu",
+        "wire `nccl` or `nccl_m2n` with `cluster.device: cpu`",
+        "NCCL moves GPU memory",
+        f"{GENERATION}.refit_cfg.<transport>.wire",
+        "auto, tcp or gloo on CPU",
+        lambda s: s.get("cluster.device") == "cpu" and _wire(s) in ("nccl", "nccl_m2n"),
+    ),
+    Unsupported(
+        "segment-domains",
+        "`domains: segment` without `cluster.segment_size`",
+        "a segment is so many nodes",
+        f"{GENERATION}.refit_cfg.<transport>.domains",
+        "auto, host or rank; or set cluster.segment_size",
+        lambda s: _option(s, "domains") == "segment" and s.get("cluster.segment_size") is None,
+    ),
+    Unsupported(
+        "experts-without-cpu-kernel",
+        "NemotronH with experts on CPU",
+        "vLLM has non-gated expert kernels for GPUs only",
+        "cluster.device",
+        "cuda for this model",
+        _has_experts_without_cpu_kernel,
+    ),
+    Unsupported(
+        "warm-start",
+        "`policy.warm_start` with a model that is not built in",
+        "the warm start trains a random model on the built-in task's answers",
+        "policy.warm_start.enabled",
+        "false, or a policy.model_name that starts with tiny/",
+        lambda s: s.get("policy.warm_start.enabled") and not str(s.get("policy.model_name")).startswith("tiny/"),
+    ),
+)
+
+
+def unsupported_rules(setup: Setup) -> Iterator[Violation]:
+    """Every row of the table that ``setup`` falls under."""
+    for row in UNSUPPORTED:
+        if row.applies(setup):
+            key = row.key.replace("<transport>", setup.transport)
+            yield Violation(key, setup.get(key), row.allowed, row.anchor)
+
+
+def support_matrix() -> str:
+    """Markdown: trainers and algorithms against transports, model families, and every refused combination."""
+    return "\n\n".join((_transport_table(), _family_table(), _unsupported_table())) + "\n"
+
+
+_TRANSPORTS = (("nccl_reshard", "ffn"), ("nccl_reshard", "all"), ("gather_broadcast", None))
+
+
+def _transport_table() -> str:
+    heads = [f"`{name}`" + (f", scope `{scope}`" if scope else "") for name, scope in _TRANSPORTS]
+    lines = ["| trainer | algorithm | engine | " + " | ".join(heads) + " |", "|---" * (3 + len(heads)) + "|"]
+    for trainer, algorithm in product(("DTensor", "Megatron"), ("GRPO", "PPO")):
+        cells = [_cell(trainer.lower(), algorithm.lower(), name, scope) for name, scope in _TRANSPORTS]
+        lines.append(f"| {trainer} | {algorithm} | vLLM | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(trainer: str, algorithm: str, transport: str, scope: str | None) -> str:
+    """``yes``, or the first row of the table that refuses the combination."""
+    from omegaconf import OmegaConf
+
+    config = schema_defaults((algorithm,))
+    OmegaConf.update(config, "policy.model_name", "")
+    OmegaConf.update(config, f"{GENERATION}.colocated.enabled", False)
+    OmegaConf.update(config, f"{GENERATION}.refit_transport", None if transport == "gather_broadcast" else transport)
+    OmegaConf.update(config, "policy.dtensor_cfg.enabled", trainer == "dtensor")
+    OmegaConf.update(config, "policy.megatron_cfg.enabled", trainer == "megatron")
+    if scope:
+        OmegaConf.update(config, f"{GENERATION}.refit_cfg.{transport}.scope", scope)
+    setup = Setup(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
+    refused = next((row for row in UNSUPPORTED if row.applies(setup)), None)
+    return f"[no](#{refused.slug})" if refused else "yes"
+
+
+def _family_table() -> str:
+    lines = ["| family | `model_type` | reshard path, scope `ffn` | engine on CPU |", "|---|---|---|---|"]
+    for family in FAMILIES:
+        types = ", ".join(f"`{kind}`" for kind in family.model_types)
+        on_cpu = "yes" if family.expert_model_on_cpu else "[without experts](#experts-without-cpu-kernel)"
+        lines.append(f"| {family.name} | {types} | {family.feed_forward} | {on_cpu} |")
+    return "\n".join(lines)
+
+
+def _unsupported_table() -> str:
+    lines = ["| refused | why | set |", "|---|---|---|"]
+    for row in UNSUPPORTED:
+        lines.append(f'| <a id="{row.slug}"></a>{row.combination} | {row.why} | `{row.key}`: {row.allowed} |')
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(support_matrix(), end="")

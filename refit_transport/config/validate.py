@@ -1,0 +1,73 @@
+"""Every violation of a configuration at once, before anything heavy is imported or started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from refit_transport.config.check import check_keys
+from refit_transport.config.key import DOCUMENT
+from refit_transport.config.keys import ALGORITHM_SECTIONS
+from refit_transport.config.load import algorithms, schema_defaults
+from refit_transport.config.rules_layout import layout_rules
+from refit_transport.config.rules_training import training_rules
+from refit_transport.config.rules_transport import transport_rules
+from refit_transport.config.setup import Cluster, Setup
+from refit_transport.config.support import unsupported_rules
+from refit_transport.config.violation import Violation
+
+RULES = (transport_rules, unsupported_rules, layout_rules, training_rules)
+
+
+def validate(
+    config: DictConfig, cluster: Cluster | None = None, origins: Mapping[str, str] | None = None
+) -> list[Violation]:
+    """All violations of a configuration that ``load_config`` returned, in the order of the file, then of the rules.
+
+    ``cluster`` is what there really is, if known. Rules between keys run on top of single keys that are wrong, with
+    those at their defaults, so that one run reports everything."""
+    plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+    origins = origins or {}
+    found = [*_algorithm(config), *check_keys(plain, origins)]
+    reported = {violation.key for violation in found}
+    setup = Setup(_with_defaults_for(plain, reported), cluster)
+    for rules in RULES:
+        found += [violation for violation in rules(setup) if violation.key not in reported]
+    return [replace(v, where=v.where or origins.get(v.key, "")) for v in _one_per_key(found)]
+
+
+def _one_per_key(found: list[Violation]) -> list[Violation]:
+    """A key that breaks several rules is one mistake, hence one line."""
+    merged: dict[str, Violation] = {}
+    for violation in found:
+        first = merged.get(violation.key)
+        allowed = f"{first.allowed}, and {violation.allowed}" if first else violation.allowed
+        merged[violation.key] = replace(first or violation, allowed=allowed)
+    return list(merged.values())
+
+
+def _algorithm(config: DictConfig) -> list[Violation]:
+    named = algorithms(config)
+    if len(named) == 1:
+        return []
+    found = "both grpo and ppo" if named else "neither grpo nor ppo"
+    return [Violation("grpo", found, "exactly one section of " + ", ".join(ALGORITHM_SECTIONS), f"{DOCUMENT}#grpo")]
+
+
+def _with_defaults_for(plain: dict[str, Any], broken: set[str]) -> Mapping[str, Any]:
+    """``plain`` with every broken key, and every section that is not one, replaced by what the schema says."""
+    defaults = schema_defaults(algorithms(plain) or ("grpo",))
+    sound = OmegaConf.merge(defaults, _without(plain, broken))
+    return OmegaConf.to_container(sound, resolve=True)  # type: ignore[return-value]
+
+
+def _without(node: Mapping[str, Any], broken: set[str], prefix: str = "") -> dict[str, Any]:
+    kept = {}
+    for name, value in node.items():
+        path = f"{prefix}.{name}" if prefix else str(name)
+        if path not in broken:
+            kept[name] = _without(value, broken, path) if isinstance(value, Mapping) else value
+    return kept

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from math import prod
 
 
+class LayoutError(ValueError):
+    """Holdings that contradict themselves or each other: names the parameter, the region and the ranks."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Region:
     """Half-open box ``[start[d], stop[d])`` per dimension of a logical parameter.

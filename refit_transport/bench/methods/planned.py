@@ -1,0 +1,93 @@
+"""Our own transports: plan, compile, bind, and run over the tcp wire, without a session around it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from refit_transport.bench.config import BenchConfig
+from refit_transport.bench.workload import BenchTensor, describe
+from refit_transport.engines.tensors import TensorSink
+from refit_transport.planning import compile_program, plan_refit
+from refit_transport.planning.plan import Plan, PlanOptions
+from refit_transport.runtime.binding import Binding
+from refit_transport.trainers.tensors import TensorSource
+from refit_transport.wires.base import Peer
+from refit_transport.wires.select import make_wire
+
+from .base import RankContext
+
+
+def plan_of(transport: str, config: BenchConfig, tensors: tuple[BenchTensor, ...]) -> Plan:
+    """The plan of ``nccl_reshard`` in the configuration's scope, or of ``gather_broadcast``: everything is gathered on
+    one root, and engine ranks load full tensors."""
+    single_root = transport == "gather_broadcast"
+    whole = frozenset(t.logical.name for t in tensors if single_root or (config.scope == "ffn" and not t.ffn))
+    options = PlanOptions(bucket_bytes=config.bucket_bytes, broadcast_root="single" if single_root else "every")
+    return plan_refit(
+        describe(tensors, "trainers"),
+        describe(tensors, "engines", whole),
+        tuple(tensor.logical for tensor in tensors),
+        config.cluster.domains,
+        options,
+    )
+
+
+class Planned:
+    """One rank of a planned refit. What is timed is what a session runs between opening and committing a version."""
+
+    def __init__(self, context: RankContext, transport: str) -> None:
+        self._context, self._transport = context, transport
+        config, interfaces = context.config, context.interfaces
+        self._is_engine = context.rank in config.engines.ranks
+        self._deadline_seconds = config.deadline_seconds
+        options = {
+            "host": interfaces.address,
+            "network_interface": interfaces.network,
+            "domain_interface": interfaces.domain,
+        }
+        self._wire = make_wire("tcp", options)
+
+    def publish(self) -> dict[str, Any]:
+        return {
+            "role": "engine" if self._is_engine else "trainer",
+            "pid": os.getpid(),
+            "endpoint": self._wire.listen(self._context.rank),
+        }
+
+    def connect(self, published: Mapping[int, dict[str, Any]]) -> None:
+        context = self._context
+        plan = plan_of(self._transport, context.config, context.tensors)
+        source, sink = context.source, context.sink
+        self._sink = TensorSink(sink.held()) if sink.tensors else None
+        self._binding = Binding(
+            plan,
+            compile_program(plan, context.rank),
+            source=TensorSource(source.shapes, source.held()) if source.tensors else None,
+            sink=self._sink,
+        )
+        home = {rank: number for number, domain in enumerate(plan.domains) for rank in domain}
+        peers = [
+            Peer(rank, said["role"], socket.gethostname(), home[rank], said["pid"], str(said["pid"]), said["endpoint"])
+            for rank, said in published.items()
+        ]
+        self._wire.connect(context.rank, peers, time.monotonic() + self._deadline_seconds)
+
+    def run(self, version: int) -> dict[str, Any]:
+        self._binding.begin(version)
+        stats = self._wire.run(self._binding, version, time.monotonic() + self._deadline_seconds)
+        if self._sink is not None:
+            self._sink.commit(version)
+        return {
+            "sent": dict(stats.sent),
+            "received": dict(stats.received),
+            "messages": stats.messages,
+            "seconds": dict(stats.seconds),
+            "staged_bytes": self._binding.peak_extra_bytes,
+        }
+
+    def close(self) -> None:
+        self._wire.close()

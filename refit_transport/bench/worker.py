@@ -1,0 +1,80 @@
+"""One rank of a refit benchmark: its shards, its methods, and the timed run of one of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .config import BenchConfig
+from .holdings import Shards
+from .methods.base import Interfaces, Method, RankContext
+from .methods.make import make
+from .quiet import open_descriptors, peak_memory, prioritised, reset_peak_memory
+from .workload import BenchTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One rank's part in one refit. ``end`` is a ``time.monotonic()`` value, comparable between ranks of a machine."""
+
+    end: float
+    late: float
+    """Seconds after the common start at which this rank woke up."""
+    priority: str
+    counted: Mapping[str, Any]
+
+
+class Worker:
+    """Answers the calls of ``refit.RefitBench``. Memory is measured from before a method connects to after its first
+    refit, so that what it allocates once and keeps is counted too."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
+        self._methods: dict[str, Method] = {}
+        self._resident: dict[str, int] = {}
+
+    def fill(self, version: int) -> None:
+        self._context.source.fill(version)
+
+    def wrong(self, version: int) -> list[str]:
+        return self._context.sink.wrong(version)
+
+    def publish(self, name: str) -> dict[str, Any]:
+        self._resident[name] = reset_peak_memory()
+        self._methods[name] = make(name, self._context)
+        return self._methods[name].publish()
+
+    def connect(self, name: str, published: Mapping[int, dict[str, Any]]) -> None:
+        self._methods[name].connect(published)
+
+    def extra_memory(self, name: str) -> int:
+        """Bytes by which this process grew at most since ``publish(name)``."""
+        return peak_memory() - self._resident[name]
+
+    def run(self, name: str, version: int, start: float) -> Timing:
+        """Start at the monotonic time ``start``, which all ranks were given: a barrier without a message."""
+        method = self._methods[name]
+        with prioritised() as priority:
+            time.sleep(max(0.0, start - time.monotonic()))
+            late = time.monotonic() - start
+            counted = method.run(version)
+            end = time.monotonic()
+        return Timing(end, late, priority, counted)
+
+    def resources(self) -> dict[str, int]:
+        return {"resident_bytes": reset_peak_memory(), "descriptors": open_descriptors()}
+
+    def close(self) -> None:
+        for method in self._methods.values():
+            method.close()
+
+
+def build(
+    rank: int, config: BenchConfig, tensors: tuple[BenchTensor, ...], interfaces: Interfaces, folder: Path
+) -> Worker:
+    """A worker whose shards are allocated in the calling process."""
+    source, sink = (Shards(tensors, side, rank) for side in ("trainers", "engines"))
+    return Worker(RankContext(rank, config, tensors, source, sink, interfaces, folder))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from refit_transport.layout.describe import Holding, describe
 from refit_transport.layout.layout import LogicalParameter
 from refit_transport.planning import plan_refit
 from refit_transport.planning.plan import Plan
@@ -16,7 +17,6 @@ from refit_transport.transports.base import Transport
 from .errors import HandshakeError
 from .hello import Hello, domains_of
 from .holdings import EMPTY, SideReport, merge_parameters, report_sink, report_source
-from .sides import describe_side
 
 if TYPE_CHECKING:
     from .member import RefitMember
@@ -44,8 +44,8 @@ def agree_on_plan(member: RefitMember, hellos: Sequence[Hello], transport: Trans
     parameters = merge_parameters(held)
     needed = member.exchange("needs", _needed(member, parameters, transport), list[SideReport], deadline)
     plan = plan_refit(
-        describe_side({h.rank: held[h.rank] for h in hellos if h.role == "trainer"}),
-        describe_side({h.rank: needed[h.rank] for h in hellos if h.role == "engine"}),
+        describe({h.rank: _holdings(held[h.rank]) for h in hellos if h.role == "trainer"}),
+        describe({h.rank: _holdings(needed[h.rank]) for h in hellos if h.role == "engine"}),
         tuple(parameters),
         options.get("domains") or domains_of(hellos),
         transport.plan_options(options),
@@ -73,6 +73,13 @@ def _needed(member: RefitMember, parameters: list[LogicalParameter], transport: 
     return report_sink(member.sink.describe(parameters, direct), parameters)
 
 
+def _holdings(report: SideReport) -> list[Holding]:
+    return [
+        Holding(tuple(report.names[m] for m in g.members), tuple(g.shape), g.dtype, g.regions, g.whole)
+        for g in report.groups
+    ]
+
+
 def _whole(report: SideReport, plan: Plan) -> frozenset[int]:
     names = {report.names[member] for group in report.groups if group.whole for member in group.members}
     return frozenset(index for index, parameter in enumerate(plan.parameters) if parameter.name in names)
@@ -83,6 +90,6 @@ def _compare(digests: Sequence[str], hellos: Sequence[Hello]) -> None:
     other = [f"{h.role} rank {h.rank}" for h, digest in zip(hellos, digests) if digest != common]
     if other:
         raise HandshakeError(
-            f"plans differ: {', '.join(other)} planned {sorted(set(digests) - {common})[0][:12]}, the others {common[:12]}; "
-            "all ranks need the same version of refit_transport and the same options"
+            f"plans differ: {', '.join(other)} planned {min(set(digests) - {common})[:12]}, the others "
+            f"{common[:12]}; all ranks need the same version of refit_transport and the same options"
         )

@@ -81,9 +81,10 @@ class RefitMember:
         labels: dict[str, str] | None = None,
         wire: Wire | None = None,
     ) -> RefitMember:
-        """Join the session at ``address`` (``ControlServer.address``) as joint ``rank`` and block until all ranks agreed on
-        the plan and are connected. ``role`` is ``trainer`` (give ``source``) or ``engine`` (give ``sink``). ``domain``
-        names the rank's fast-link domain; by default its host. ``wire`` replaces the wire that the session's options choose.
+        """Join the session at ``address`` (``ControlServer.address``) as joint ``rank`` and block until all ranks
+        agreed on the plan and are connected. ``role`` is ``trainer`` (give ``source``) or ``engine`` (give ``sink``).
+        ``domain`` names the rank's fast-link domain; by default its host. ``wire`` replaces the wire that the
+        session's options choose.
 
         Raises HandshakeError or RefitError within ``timeout`` seconds (the session's ``timeout_s`` when None), on every
         rank alike, naming the rank that could not join, and why.
@@ -177,15 +178,12 @@ class RefitMember:
             raise
 
     def _transaction(self, version: int, deadline: float) -> RefitReport:
-        if self.source is not None and self.source.refresh():
-            self._binding.rebind()
         versions = self.exchange(f"refit {version}", version, list[int], deadline)
         if len(set(versions)) > 1:
             raise RefitError(f"ranks were asked for different versions: {sorted(set(versions))}")
         started = time.monotonic()
         self.state = EngineState.UPDATING
-        if self.sink is not None and self.sink.begin(version):
-            self._binding.rebind()
+        self._binding.begin(version)
         stats = self._wire.run(self._binding, version, deadline, self._client.failed)
         landed = time.monotonic()
         check_counts(stats, self._expected, f"{self.hello.role} rank {self.rank}")

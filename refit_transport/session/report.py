@@ -27,6 +27,10 @@ class RefitReport:
     engine_ranks: int = 1
 
     @property
+    def bytes_by_path(self) -> dict[str, int]:
+        return {"reshard": self.bytes_reshard, "broadcast": self.bytes_broadcast}
+
+    @property
     def gb_per_second_per_rank(self) -> float:
         """Bytes stored per inference rank and second, in GB/s."""
         return (self.bytes_reshard + self.bytes_broadcast) / max(self.seconds, 1e-9) / self.engine_ranks / 1e9

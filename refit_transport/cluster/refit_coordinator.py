@@ -1,0 +1,83 @@
+"""Drives refits over trainer and engine actors: one session per membership, both sides awaited together."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from refit_transport.session.control_server import ControlServer
+from refit_transport.session.errors import RefitError
+from refit_transport.session.report import RefitReport
+
+from .awaiting import await_all
+from .engine_group import EngineGroup
+from .errors import ClusterError
+from .trainer_group import TrainerGroup
+
+log = logging.getLogger("refit_transport")
+
+_GRACE = 10.0
+"""Seconds beyond a refit's own deadline after which actors that still do not answer are taken for hung."""
+
+
+class RefitCoordinator:
+    """Implements ``rl.protocols.Refit``. ``options`` are the session's settings (``session_options``)."""
+
+    def __init__(self, trainers: TrainerGroup, engines: EngineGroup, options: Mapping[str, Any]) -> None:
+        self._trainers, self._engines, self._options = trainers, engines, dict(options)
+        self._timeout = float(options["timeout_s"])
+        self._server: ControlServer | None = None
+
+    def connect(self) -> None:
+        """Begin a session over all actors: join, describe, plan, connect. Raises RefitError with the first cause."""
+        self.disconnect()
+        layout = self._engines.layout
+        host = ray.util.get_node_ip_address() if self._spans_hosts() else "127.0.0.1"
+        self._server = ControlServer(layout.world_size, self._options, host=host)
+        domain = self._options.get("domain")
+        calls = self._trainers.calls("join_refit", self._server.address, self._timeout, domain)
+        calls += [
+            (name, actor.join_refit.remote(self._server.address, layout.rank_offset(replica), self._timeout, domain))
+            for replica, (name, actor) in enumerate(zip(self._engines.names, self._engines.actors, strict=True))
+        ]
+        self._await(calls, "joining the refit session")
+
+    def refit(self, version: int) -> RefitReport:
+        """Bring every engine to ``version``. Raises RefitError; the session is over then (``connect`` begins a new
+        one)."""
+        if self._server is None:
+            self.connect()
+        started = time.monotonic()
+        calls = self._trainers.calls("refit", version, self._timeout)
+        calls += self._engines.calls("refit", version, self._timeout)
+        report: RefitReport = self._await(calls, f"refitting to version {version}")[0]
+        log.debug("refit %d took %.3f s at the coordinator", version, time.monotonic() - started)
+        log.info(report.line())
+        return report
+
+    def _await(self, calls: list[tuple[str, ray.ObjectRef]], doing: str) -> list[Any]:
+        try:
+            return await_all(calls, doing, self._timeout + _GRACE)
+        except ClusterError as error:
+            known = self._server.failure
+            self._server.fail(str(error))
+            self._drain(calls)
+            self.disconnect()
+            raise RefitError(f"{doing}: {known}" if known else str(error)) from error
+
+    def _drain(self, calls: list[tuple[str, ray.ObjectRef]]) -> None:
+        """The others learn of the failure from the control server; give them a moment to leave their transfers."""
+        ray.wait([ref for _, ref in calls], num_returns=len(calls), timeout=5)
+
+    def _spans_hosts(self) -> bool:
+        return sum(node["Alive"] for node in ray.nodes()) > 1
+
+    def disconnect(self) -> None:
+        """End the session; actors keep their last committed weights."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None

@@ -1,5 +1,4 @@
-"""Both ends of a message agree on where it is cut, so that it can travel straight from and into several runs of
-memory."""
+"""Where a message is cut, so that it can travel straight from and into several runs of memory at either end."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ helper thread, the caller watches the control connection and the deadline, and a
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,13 +15,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from refit_transport.runtime.binding import Binding, peers_of
+from refit_transport.runtime.binding import Binding
 from refit_transport.runtime.replay import BoundMessage
 from refit_transport.runtime.staging import Staging
 
 from .base import Peer, WireError, WireStats
-from .cuts import common_cuts, cut, cut_points
+from .cuts import cut
 from .lockstep import Part, hops_of, run_lockstep
+from .message_cuts import Cuts, exchange_cuts
+from .rendezvous import Meeting, address_of
 
 _POLL = 0.05
 
@@ -35,45 +36,29 @@ class GlooWire:
 
     def __init__(self, network_interface: str | None = None) -> None:
         self._interface = network_interface
-        self._store: dist.TCPStore | None = None
+        self._meeting = Meeting(network_interface)
         self._group: dist.ProcessGroupGloo | None = None
         self._peers: dict[int, Peer] = {}
         self._rank = -1
         self._staging = Staging(direct_bytes=None)
-        self._cuts: dict[tuple[int, int, bool], list[int]] | None = None
+        self._cuts: Cuts | None = None
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="refit-gloo")
 
     def listen(self, rank: int) -> dict[str, object]:
         """Rank 0 hosts the store at which the group meets."""
-        if rank != 0:
-            return {}
-        host = _address_of(self._interface)
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        return {"host": host, "port": self._store.port}
+        return self._meeting.host(rank)
 
     def connect(self, rank: int, peers: Sequence[Peer], deadline: float) -> None:
         self._rank, self._peers = rank, {peer.rank: peer for peer in peers}
-        left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
-        host = peers[0].endpoint
+        store = dist.PrefixStore("gloo", self._meeting.store(peers, deadline))
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_of(self._interface), lazy_init=True)]
+        options._threads = 2
         try:
-            if self._store is None:
-                self._store = dist.TCPStore(host["host"], host["port"], is_master=False, timeout=left)
-            options = dist.ProcessGroupGloo._Options()
-            options._timeout = left
-            options._devices = [self._device()]
-            options._threads = 2
-            prefix = dist.PrefixStore(f"gloo/{peers[0].incarnation}", self._store)
-            self._group = dist.ProcessGroupGloo(prefix, rank, len(peers), options)
+            self._group = dist.ProcessGroupGloo(store, rank, len(peers), options)
         except RuntimeError as error:
-            raise WireError(
-                f"gloo: rank {rank} could not meet the group at {peers[0]}: {error}", phase="connect"
-            ) from error
-
-    def _device(self) -> object:
-        make = dist.ProcessGroupGloo.create_device
-        if self._interface:
-            return make(interface=self._interface, lazy_init=True)
-        return make(hostname=_address_of(None), lazy_init=True)
+            raise WireError(f"gloo: rank {rank} could not form the group: {error}", phase="connect") from error
 
     def run(
         self, binding: Binding, version: int, deadline: float, failed: Callable[[], str | None] = lambda: None
@@ -84,41 +69,21 @@ class GlooWire:
         binding.bind(self._staging)
         backend = _Operations(self._group, self._waiter, self._peers, deadline, failed)
         if self._cuts is None:
-            self._cuts = self._exchange_cuts(binding, backend)
+            store = dist.PrefixStore("cuts", self._meeting.store(tuple(self._peers.values()), deadline))
+            self._cuts = backend.watched(lambda: exchange_cuts(binding, self._rank, store, deadline))
 
         def parts(message: BoundMessage, bucket: int, index: int, sending: bool) -> list[torch.Tensor]:
             return cut(message.segments, self._cuts[bucket, index, sending])
 
         return run_lockstep(binding, backend, parts, hops_of(binding.plan))
 
-    def _exchange_cuts(self, binding: Binding, backend: _Operations) -> dict[tuple[int, int, bool], list[int]]:
-        """Forwarded messages leave from several runs of staging: tell each receiver where they are cut."""
-        outgoing: dict[int, list[list[int]]] = {peer: [] for peer in peers_of(binding.program)}
-        cuts: dict[tuple[int, int, bool], list[int]] = {}
-        for number, bucket in enumerate(binding.buckets):
-            for index, message in _in_order(bucket.sends):
-                cuts[number, index, True] = cut_points(message.segments)
-                outgoing[message.peer].append(cuts[number, index, True])
-        store = dist.PrefixStore(f"cuts/{self._peers[0].incarnation}", self._store)
-        for peer, lists in outgoing.items():
-            store.set(f"{self._rank}>{peer}", json.dumps(lists))
-        incoming = {peer: iter(backend.fetch(store, f"{peer}>{self._rank}", peer)) for peer in outgoing}
-        for number, bucket in enumerate(binding.buckets):
-            for index, message in _in_order(bucket.recvs):
-                cuts[number, index, False] = common_cuts(cut_points(message.segments), next(incoming[message.peer]))
-        return cuts
-
     def close(self) -> None:
         """Abandon the group; an operation that is stuck in it ends at its own timeout, in the helper thread."""
         if self._group is not None:
             self._group.abort()
         self._waiter.shutdown(wait=False, cancel_futures=True)
-        self._group = self._store = self._cuts = None
-
-
-def _in_order(messages: list[BoundMessage]) -> list[tuple[int, BoundMessage]]:
-    """By hop: the order in which both ends count the messages between them."""
-    return sorted(enumerate(messages), key=lambda item: item[1].hop)
+        self._meeting.close()
+        self._group = self._cuts = None
 
 
 class _Operations:
@@ -154,16 +119,11 @@ class _Operations:
 
         self._watch(self._waiter.submit(all_of), lambda: handle[at[0]][:2])
 
-    def fetch(self, store: dist.PrefixStore, key: str, peer: int) -> list[list[int]]:
-        def get() -> list[list[int]]:
-            store.wait([key], timedelta(seconds=max(0.01, self._deadline - time.monotonic())))
-            value = json.loads(store.get(key))
-            store.delete_key(key)
-            return value
+    def watched(self, call: Callable[[], object]) -> object:
+        """The result of ``call``, made in the helper thread."""
+        return self._watch(self._waiter.submit(call), lambda: None)
 
-        return self._watch(self._waiter.submit(get), lambda: ("learning message cuts of", peer))
-
-    def _watch(self, future: Future, where: Callable[[], tuple[str, int]]) -> object:
+    def _watch(self, future: Future, where: Callable[[], tuple[str, int] | None]) -> object:
         while True:
             try:
                 return future.result(timeout=_POLL)
@@ -173,23 +133,16 @@ class _Operations:
                     raise WireError(news, phase="exchange") from None
                 if time.monotonic() > self._deadline:
                     raise self._error(where(), "the deadline passed") from None
+            except WireError:
+                raise
             except (RuntimeError, dist.DistError) as error:
                 raise self._error(where(), str(error).splitlines()[0]) from error
 
-    def _error(self, where: tuple[str, int], cause: str) -> WireError:
+    def _error(self, where: tuple[str, int] | None, cause: str) -> WireError:
+        if where is None:
+            return WireError(f"gloo: {cause}", phase="bind")
         doing, peer = where
         return WireError(f"gloo: failed {doing} {self._peers[peer]}: {cause}", peer=peer, phase="exchange")
 
     def drain(self) -> None:
         """Everything was waited for."""
-
-
-def _address_of(interface: str | None) -> str:
-    if interface is None:
-        return "127.0.0.1"
-    import psutil
-
-    for address in psutil.net_if_addrs().get(interface, []):
-        if address.family.name == "AF_INET":
-            return address.address
-    raise ValueError(f"network interface {interface!r} has no IPv4 address; there are {sorted(psutil.net_if_addrs())}")

@@ -1,0 +1,53 @@
+"""Where the ranks of a torch process group meet: a store that rank 0 hosts, open from ``listen`` until ``close``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from .base import Peer, WireError
+
+
+class Meeting:
+    """One rank's view of the store. ``interface`` is the network device whose address rank 0 publishes."""
+
+    def __init__(self, interface: str | None = None) -> None:
+        self._interface = interface
+        self._store: dist.TCPStore | None = None
+
+    def host(self, rank: int) -> dict[str, object]:
+        """What this rank publishes: on rank 0 the address of the store, which is up from now on."""
+        if rank != 0:
+            return {}
+        host = address_of(self._interface)
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return {"host": host, "port": self._store.port}
+
+    def store(self, peers: Sequence[Peer], deadline: float) -> dist.Store:
+        """The store, under a prefix of this membership. Raises WireError when rank 0's cannot be reached in time."""
+        root = min(peers, key=lambda peer: peer.rank)
+        if self._store is None:
+            left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
+            try:
+                self._store = dist.TCPStore(root.endpoint["host"], root.endpoint["port"], is_master=False, timeout=left)
+            except RuntimeError as error:
+                raise WireError(f"no store at {root}: {error}", peer=root.rank, phase="connect") from error
+        return dist.PrefixStore(root.incarnation, self._store)
+
+    def close(self) -> None:
+        self._store = None
+
+
+def address_of(interface: str | None) -> str:
+    """IPv4 address of a network device, or of the loopback when None. Raises ValueError with the devices there are."""
+    if interface is None:
+        return "127.0.0.1"
+    import psutil
+
+    for address in psutil.net_if_addrs().get(interface, []):
+        if address.family.name == "AF_INET":
+            return address.address
+    raise ValueError(f"network interface {interface!r} has no IPv4 address; there are {sorted(psutil.net_if_addrs())}")

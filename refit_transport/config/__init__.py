@@ -1,7 +1,7 @@
 """The configuration: schema, inheritance, overrides, validation of everything at once."""
 
 from refit_transport.config.load import ConfigError, Loaded, algorithms, load_config, read_config, save_resolved
-from refit_transport.config.validate import validate
+from refit_transport.config.validate import load_valid, validate
 from refit_transport.config.violation import InvalidConfigError, Violation
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Violation",
     "algorithms",
     "load_config",
+    "load_valid",
     "read_config",
     "save_resolved",
     "validate",

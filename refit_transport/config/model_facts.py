@@ -41,14 +41,16 @@ class ModelFacts:
 
 
 def read_model_config(model_name: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """The model's configuration: of a directory, a `config.json` or a built-in tiny model; None when it is not on this
+    """The configuration of a directory, a `config.json`, a built-in tiny model or a preset; None when it is not on this
     machine, so that its sizes cannot be checked here. Raises ValueError for a file that is not JSON."""
     path = Path(model_name)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         from refit_transport.config.tiny_models import TINY_MODELS
+        from refit_transport.planning.presets.models import MODELS
 
-        found = TINY_MODELS.get(model_name)
+        preset = MODELS.get(model_name.lower())
+        found = TINY_MODELS.get(model_name) or (preset and preset.config)
         return {**found, **(overrides or {})} if found else None
     try:
         return {**json.loads(path.read_text()), **(overrides or {})}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -11,14 +12,15 @@ from omegaconf import DictConfig, OmegaConf
 from refit_transport.config.check import check_keys
 from refit_transport.config.key import DOCUMENT
 from refit_transport.config.keys import ALGORITHM_SECTIONS
-from refit_transport.config.load import algorithms, schema_defaults
+from refit_transport.config.load import algorithms, read_config, schema_defaults
 from refit_transport.config.rules_layout import layout_rules
 from refit_transport.config.rules_training import training_rules
 from refit_transport.config.rules_transport import transport_rules
 from refit_transport.config.setup import Cluster, Setup
 from refit_transport.config.support import unsupported_rules
-from refit_transport.config.violation import Violation
+from refit_transport.config.violation import InvalidConfigError, Violation
 
+ALGORITHM_ANCHOR = f"{DOCUMENT}#grpo"
 RULES = (transport_rules, unsupported_rules, layout_rules, training_rules)
 
 
@@ -49,12 +51,25 @@ def _one_per_key(found: list[Violation]) -> list[Violation]:
     return list(merged.values())
 
 
+def load_valid(path: str | Path, overrides: Sequence[str] = (), algorithm: str | None = None) -> DictConfig:
+    """The configuration that ``load_config`` reads, or InvalidConfigError with every violation. ``algorithm`` is what is
+    about to run."""
+    loaded = read_config(path, overrides)
+    found = validate(loaded.config, origins=loaded.origins)
+    named = algorithms(loaded.config)
+    if algorithm and len(named) == 1 and named[0] != algorithm:
+        found.append(Violation(algorithm, f"no such section in {path}", f"a recipe of {algorithm}", ALGORITHM_ANCHOR))
+    if found:
+        raise InvalidConfigError(found)
+    return loaded.config
+
+
 def _algorithm(config: DictConfig) -> list[Violation]:
     named = algorithms(config)
     if len(named) == 1:
         return []
     found = "both grpo and ppo" if named else "neither grpo nor ppo"
-    return [Violation("grpo", found, "exactly one section of " + ", ".join(ALGORITHM_SECTIONS), f"{DOCUMENT}#grpo")]
+    return [Violation("grpo", found, "exactly one section of " + ", ".join(ALGORITHM_SECTIONS), ALGORITHM_ANCHOR)]
 
 
 def _with_defaults_for(plain: dict[str, Any], broken: set[str]) -> Mapping[str, Any]:

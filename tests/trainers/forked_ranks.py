@@ -1,0 +1,68 @@
+"""Runs a function on forked gloo ranks and hands back what each returned."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+DEADLINE_S = 120.0
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, group: bool = True) -> list[Any]:
+    """``function(rank, *args)`` in ``world_size`` forked processes, which share a gloo group if ``group``. Returns the
+    results by rank (anything that pickles). Raises AssertionError with the traceback of the ranks that failed."""
+    with tempfile.TemporaryDirectory() as directory:
+        context = multiprocessing.get_context("fork")
+        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+        body = (function, args, f"file://{directory}/store" if group else None)
+        ranks = [
+            context.Process(target=_run_rank, args=(rank, world_size, pipes[rank][1], *body), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            return _collect([receive for receive, _ in pipes])
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Any]) -> list[Any]:
+    deadline = time.monotonic() + DEADLINE_S
+    results, failures = [], []
+    for rank, pipe in enumerate(pipes):
+        if not pipe.poll(0.5 if failures else max(0.0, deadline - time.monotonic())):
+            failures.append(f"rank {rank}: no answer within {DEADLINE_S} s")
+            continue
+        ok, payload = pickle.loads(pipe.recv_bytes())
+        (results if ok else failures).append(payload)
+    assert not failures, "\n".join(failures)
+    return results
+
+
+def _run_rank(
+    rank: int, world_size: int, pipe: Any, function: Callable[..., Any], args: tuple, init_method: str | None
+) -> None:
+    try:
+        if init_method:
+            dist.init_process_group(
+                "gloo", init_method, world_size=world_size, rank=rank, timeout=timedelta(seconds=DEADLINE_S)
+            )
+        answer = (True, function(rank, *args))
+    except BaseException:
+        answer = (False, f"rank {rank}: {traceback.format_exc()}")
+    pipe.send_bytes(pickle.dumps(answer))
+    os._exit(0)  # several gloo groups abort now and then in the interpreter's exit

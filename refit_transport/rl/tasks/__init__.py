@@ -1,0 +1,1 @@
+"""Built-in verifiable tasks, and the tiny model that learns them on a CPU."""

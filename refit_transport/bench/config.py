@@ -8,13 +8,21 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from .netlab import parse_rate
 
-TRANSPORTS = ("nccl_reshard", "gather_broadcast", "parameter_loop", "checkpoint", "stream")
-"""``parameter_loop`` and ``checkpoint`` are what users would pick instead; ``stream`` is a plain copy between two."""
+TRANSPORTS = (
+    "nccl_reshard",
+    "gather_broadcast",
+    "gather_broadcast_every",
+    "parameter_loop",
+    "checkpoint",
+    "stream",
+)
+"""``gather_broadcast`` has a single root here, ``gather_broadcast_every`` makes every trainer rank a root.
+``parameter_loop`` and ``checkpoint`` are what users would pick instead; ``stream`` is a plain copy between two."""
 NICS = ("rank", "node")
 SCOPES = ("ffn", "all")
 
@@ -59,7 +67,6 @@ class Tensors:
     trainers: Mapping[str, int | str] = field(default_factory=dict)
     engines: Mapping[str, int | str] = field(default_factory=dict)
     engine_dtype: str = ""
-    ffn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +92,10 @@ class BenchConfig:
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> BenchConfig:
-    """Read a YAML file, apply ``key=value`` overrides and check it. Raises BenchConfigError with every violation."""
+    """Read a YAML file over the one that it names under ``defaults``, apply ``key=value`` overrides and check it.
+    Raises BenchConfigError with every violation."""
     try:
-        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
+        merged = OmegaConf.merge(_read(path), OmegaConf.from_dotlist(list(overrides)))
         raw = OmegaConf.to_container(merged, resolve=True)
     except (OSError, OmegaConfBaseException, ValueError) as error:
         raise BenchConfigError(f"{path}: cannot be read: {error}") from error
@@ -98,6 +106,12 @@ def load(path: Path, overrides: Sequence[str] = ()) -> BenchConfig:
     if violations or config is None:
         raise BenchConfigError("\n".join(f"{path}: {line}" for line in violations))
     return config
+
+
+def _read(path: Path) -> DictConfig:
+    content = OmegaConf.load(path)
+    base = content.pop("defaults", None)
+    return OmegaConf.merge(_read(path.parent / base), content) if base else content
 
 
 def check(config: BenchConfig) -> list[str]:

@@ -14,12 +14,17 @@ from .config import BenchConfig
 from .methods.base import LOOPBACK, Interfaces
 from .methods.make import preload
 from .netlab import Counters, Lab, supported
+from .predict import predict
 from .processes import Ranks
 from .worker import Timing, build
 from .workload import BenchTensor, tensors_of
 
 LEAD_SECONDS = 0.1
 """From telling all ranks to start until they do: long enough for the message to reach every one."""
+
+
+class EmulationError(RuntimeError):
+    """An emulated cluster was asked for where none can be built. Says what is missing."""
 
 
 class ContentError(RuntimeError):
@@ -54,23 +59,26 @@ class Measurement:
     tensors: tuple[BenchTensor, ...]
     emulated: bool
     transports: dict[str, Measured]
+    predicted: dict[str, float]
+    """Seconds by transport, for those that have a plan."""
     growth: dict[str, int]
 
 
 def measure(config: BenchConfig, *, emulate: bool, progress: Callable[[str], None] = lambda text: None) -> Measurement:
     """Run every transport of ``config`` in each of its rounds.
 
-    Raises RuntimeError where ``emulate`` is not possible, RankError when a rank fails, ContentError for wrong bytes.
+    Raises EmulationError where ``emulate`` is not possible, RankError when a rank fails, ContentError for wrong bytes.
     """
     if emulate and (reason := supported()):
-        raise RuntimeError(reason)
+        raise EmulationError(f"--emulate: {reason}; without it ranks run on this host alone")
     tensors = tensors_of(config)
     preload(config.transports)
+    predicted = predict(config, tensors) if emulate else {}
     with _started(config, tensors, emulate) as (ranks, lab):
         bench = _Bench(config, ranks, lab, progress)
         measured = {name: bench.first_refit(name) for name in config.transports}
         growth = bench.interleaved_rounds(measured)
-    return Measurement(config, tensors, emulate, measured, growth)
+    return Measurement(config, tensors, emulate, measured, predicted, growth)
 
 
 @contextmanager

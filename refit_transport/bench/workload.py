@@ -35,7 +35,6 @@ class BenchTensor:
     engine_dtype: str
     trainers: Placement
     engines: Placement
-    ffn: bool
 
     @property
     def wire_nbytes(self) -> int:
@@ -59,7 +58,6 @@ def _expand(family: Tensors, config: BenchConfig) -> list[BenchTensor]:
                 family.engine_dtype or dtype,
                 _place(config.trainers, family.trainers, family.repeat, at),
                 _place(config.engines, family.engines, family.repeat, at),
-                family.ffn,
             )
         )
     return expanded

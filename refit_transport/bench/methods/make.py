@@ -10,6 +10,7 @@ from .base import Method, RankContext
 _PLACES = {
     "nccl_reshard": ("planned", "Planned"),
     "gather_broadcast": ("planned", "Planned"),
+    "gather_broadcast_every": ("planned", "Planned"),
     "parameter_loop": ("parameter_loop", "ParameterLoop"),
     "checkpoint": ("checkpoint", "Checkpoint"),
     "stream": ("stream", "Stream"),

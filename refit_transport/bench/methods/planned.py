@@ -12,35 +12,44 @@ from refit_transport.bench.config import BenchConfig
 from refit_transport.bench.workload import BenchTensor, describe
 from refit_transport.engines.tensors import TensorSink
 from refit_transport.planning import compile_program, plan_refit
-from refit_transport.planning.plan import Plan, PlanOptions
+from refit_transport.planning.plan import Plan
 from refit_transport.runtime.binding import Binding
 from refit_transport.trainers.tensors import TensorSource
+from refit_transport.transports.registry import get_transport
 from refit_transport.wires.base import Peer
 from refit_transport.wires.select import make_wire
 
 from .base import RankContext
 
+OPTIONS = {
+    "nccl_reshard": ("nccl_reshard", {}),
+    "gather_broadcast": ("gather_broadcast", {"root": "single"}),
+    "gather_broadcast_every": ("gather_broadcast", {"root": "every"}),
+}
+"""Name in a benchmark to the transport and what is set for it."""
 
-def plan_of(transport: str, config: BenchConfig, tensors: tuple[BenchTensor, ...]) -> Plan:
-    """The plan of ``nccl_reshard`` in the configuration's scope, or of ``gather_broadcast``: everything is gathered on
-    one root, and engine ranks load full tensors."""
-    single_root = transport == "gather_broadcast"
-    whole = frozenset(t.logical.name for t in tensors if single_root or (config.scope == "ffn" and not t.ffn))
-    options = PlanOptions(bucket_bytes=config.bucket_bytes, broadcast_root="single" if single_root else "every")
+
+def plan_of(name: str, config: BenchConfig, tensors: tuple[BenchTensor, ...]) -> Plan:
+    """The plan that a session would make with the transport's options."""
+    transport, fixed = OPTIONS[name]
+    chosen = get_transport(transport)
+    options = {"scope": config.scope, "bucket_bytes": config.bucket_bytes, **fixed}
+    parameters = tuple(tensor.logical for tensor in tensors)
+    whole = frozenset(parameter.name for parameter in parameters) - chosen.direct_names(parameters, options)
     return plan_refit(
         describe(tensors, "trainers"),
         describe(tensors, "engines", whole),
-        tuple(tensor.logical for tensor in tensors),
+        parameters,
         config.cluster.domains,
-        options,
+        chosen.plan_options(options),
     )
 
 
 class Planned:
     """One rank of a planned refit. What is timed is what a session runs between opening and committing a version."""
 
-    def __init__(self, context: RankContext, transport: str) -> None:
-        self._context, self._transport = context, transport
+    def __init__(self, context: RankContext, name: str) -> None:
+        self._context, self._name = context, name
         config, interfaces = context.config, context.interfaces
         self._is_engine = context.rank in config.engines.ranks
         self._deadline_seconds = config.deadline_seconds
@@ -60,7 +69,7 @@ class Planned:
 
     def connect(self, published: Mapping[int, dict[str, Any]]) -> None:
         context = self._context
-        plan = plan_of(self._transport, context.config, context.tensors)
+        plan = plan_of(self._name, context.config, context.tensors)
         source, sink = context.source, context.sink
         self._sink = TensorSink(sink.held()) if sink.tensors else None
         self._binding = Binding(

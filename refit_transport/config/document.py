@@ -1,10 +1,12 @@
 """Writes `docs/configuration.md` from the schema, so that the documentation cannot disagree with what is checked.
 
-``python -m refit_transport.config.document`` prints it."""
+``python -m refit_transport.config.document docs/configuration.md`` writes it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from refit_transport.config.foreign import FOREIGN
 from refit_transport.config.key import REQUIRED, Key, Section, anchor_id, as_yaml
@@ -13,7 +15,7 @@ from refit_transport.config.support import support_matrix
 
 HEAD = """# Configuration
 
-This page is made from the schema: `python -m refit_transport.config.document > docs/configuration.md`.
+This page is made from the schema: `python -m refit_transport.config.document docs/configuration.md`.
 
 A configuration is YAML. A recipe names what it extends under `defaults`, a path or a list of paths relative to the
 recipe; later ones win, and the recipe wins over all of them. `key=value` on the command line wins over everything.
@@ -31,16 +33,16 @@ policy:
       resources: {gpus_per_node: 4}
 ```
 
-`refit-transport validate RECIPE [key=value ...]` reports everything that is wrong at once, one line each, in less than a
-second. The same check runs before every run.
+`refit-transport validate RECIPE [key=value ...]` reports everything that is wrong at once, one line each, in less than
+a second. The same check runs before every run.
 """
 
 RULES = """## Rules between keys
 
 ### Layouts
 
-`cluster.num_nodes` x `cluster.gpus_per_node` ranks are shared out: `policy.generation.colocated.resources` says how many
-generate, the others train. One node gives `gpus_per_node` of its own; several nodes give `num_nodes` whole nodes.
+`cluster.num_nodes` x `cluster.gpus_per_node` ranks are shared out: `policy.generation.colocated.resources` says how
+many generate, the others train. One node gives `gpus_per_node` of its own; several nodes give `num_nodes` whole nodes.
 
 - One engine spans tensor-parallel (or, if larger, expert-parallel) x pipeline-parallel ranks; engines fill the ranks
   that generate. The expert-parallel size is 1 or a multiple of the tensor-parallel size.
@@ -105,8 +107,8 @@ def _row(key: Key, prefix: str) -> str:
 def _foreign() -> Iterator[str]:
     yield "## Not supported"
     yield ""
-    yield "Keys of other frameworks that this project does not have. Switched off (`null`, `false`, `enabled: false`) they"
-    yield "are ignored, so that copied files need no pruning; otherwise they are an error."
+    yield "Keys of other frameworks that this project does not have. Switched off (`null`, `false`, `enabled: false`)"
+    yield "they are ignored, so that copied files need no pruning; otherwise they are an error."
     yield ""
     yield "| key | instead |"
     yield "|---|---|"
@@ -115,5 +117,10 @@ def _foreign() -> Iterator[str]:
     yield ""
 
 
+def main(path: str) -> None:
+    """Write the page."""
+    Path(path).write_text(configuration_page())
+
+
 if __name__ == "__main__":
-    print(configuration_page(), end="")
+    main(sys.argv[1])

@@ -52,8 +52,8 @@ def _one_per_key(found: list[Violation]) -> list[Violation]:
 
 
 def load_valid(path: str | Path, overrides: Sequence[str] = (), algorithm: str | None = None) -> DictConfig:
-    """The configuration that ``load_config`` reads, or InvalidConfigError with every violation. ``algorithm`` is what is
-    about to run."""
+    """The configuration that ``load_config`` reads, or InvalidConfigError with every violation. ``algorithm`` is what
+    is about to run."""
     loaded = read_config(path, overrides)
     found = validate(loaded.config, origins=loaded.origins)
     named = algorithms(loaded.config)

@@ -1,0 +1,33 @@
+# `make demo` and `make test` need Python 3.11 or newer and nothing else: they make .venv on the first call.
+
+PYTHON ?= python3
+EXTRAS ?= cpu dev
+RECIPE ?= recipes/grpo-reverse-digits-1n4r-fsdp2-tp2.yaml
+ARGS ?=
+BIN := .venv/bin
+
+.PHONY: demo test test-fast lint docs environment clean
+
+demo: environment
+	$(BIN)/refit-transport grpo --config $(RECIPE) $(ARGS)
+
+test: environment
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+test-fast: environment
+	$(BIN)/python -m pytest -m "not gpu and not engine and not slow and not netns" $(ARGS)
+
+lint: environment
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+docs:
+	@$(PYTHON) scripts/environment.py docs
+	$(BIN)/python -m refit_transport.config.document docs/configuration.md
+	$(BIN)/mkdocs build --strict
+
+environment:
+	@$(PYTHON) scripts/environment.py $(EXTRAS)
+
+clean:
+	rm -rf .venv site results build *.egg-info

@@ -1,8 +1,8 @@
 """From a mesh and placements to the regions that each rank holds. Pure.
 
 ``_StridedShard`` has two meanings. Read literally, left to right, it cuts each of ``split_factor`` parts along its mesh
-dimension; so DTensor distributes a tensor. FSDP over TP writes it as a mark of order: TP cuts first and FSDP then chunks
-what TP left. Both agree on sizes that divide evenly and differ on others, so the local shape decides.
+dimension; so DTensor distributes a tensor. FSDP over TP writes it as a mark of order: TP cuts first and FSDP then
+chunks what TP left. Both agree on sizes that divide evenly and differ on others, so the local shape decides.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ def _marks_order(mesh: Mesh, placements: Sequence[Placement], ndim: int) -> bool
 
 
 def _is_order_mark(axis: int, mesh: Mesh, placements: Sequence[Placement], ndim: int) -> bool:
-    """Whether the strided shard at ``axis`` only says that later mesh dimensions cut the same tensor dimension first (its
-    split factor is their number of parts), and not that the tensor is packed (gate and up in one)."""
+    """Whether the strided shard at ``axis`` only says that later mesh dimensions cut the same tensor dimension first
+    (its split factor is their number of parts), and not that the tensor is packed (gate and up in one)."""
     placement = placements[axis]
     if not isinstance(placement, StridedShard):
         return False

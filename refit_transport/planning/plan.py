@@ -6,21 +6,24 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from refit_transport.layout.layout import LogicalParameter
-from refit_transport.layout.region import Region
+
+from .transfers import Link, Transfer, TransferTable
+
+__all__ = [
+    "PLANNER_VERSION",
+    "Link",
+    "Plan",
+    "PlanError",
+    "PlanOptions",
+    "Route",
+    "Slab",
+    "Transfer",
+    "TransferGroup",
+    "TransferTable",
+]
 
 PLANNER_VERSION = 1
 """Part of every digest: ranks that run planners of different versions refuse each other."""
-
-
-class Link(IntEnum):
-    """What a transfer crosses."""
-
-    LOCAL = 0
-    """Source and destination are the same rank: a copy in its memory."""
-    DOMAIN = 1
-    """Two ranks of one fast-link domain (an NVLink domain; one host on CPU)."""
-    NETWORK = 2
-    """Two ranks of different domains."""
 
 
 class Route(IntEnum):
@@ -52,22 +55,6 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """``region`` of every member of a group moves from ``src`` to ``dst``.
-
-    ``hop`` orders transfers of the same bytes: a transfer of hop h > 0 forwards what its source received at hop h - 1
-    as exactly the same region. ``wanted`` is False for a rank that only relays.
-    """
-
-    src: int
-    dst: int
-    region: Region
-    hop: int
-    link: Link
-    wanted: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class TransferGroup:
     """Parameters that travel alike: same shape, dtypes, route and layouts, hence the same transfers."""
 
@@ -80,12 +67,18 @@ class TransferGroup:
     """The destination is the full tensor, handed to the model's loader, not a live view."""
     members: tuple[int, ...]
     """Indices into ``Plan.parameters``, in travel order."""
-    transfers: tuple[Transfer, ...]
+    transfers: TransferTable
+    """A sequence of ``Transfer`` whose columns are numpy arrays."""
+    targets: tuple[int, ...] = ()
+    """Ranks of the destination layout, ascending."""
+    slab_dim: int = 0
+    """The dimension whose rows are dealt out to buckets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """A member's share of a bucket: rows ``[start, stop)`` of its first dimension (all of it when it fits)."""
+    """A member's share of a bucket: rows ``[start, stop)`` of the group's ``slab_dim`` (all of them when it fits; a 0-D
+    member has one row)."""
 
     group: int
     member: int
@@ -106,6 +99,8 @@ class Plan:
     """Ranks by domain; every rank is in exactly one."""
     options: PlanOptions
     digest: str = field(default="")
+    unused: tuple[str, ...] = ()
+    """Names that the trainers hold and no inference rank wants."""
 
     @property
     def world(self) -> tuple[int, ...]:

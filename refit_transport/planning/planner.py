@@ -1,0 +1,128 @@
+"""The planner: two descriptions, the domains and the options make one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+
+from refit_transport.layout.layout import ITEMSIZE, LogicalParameter, SideDescription
+
+from .balance import Ledger, fair_fractions
+from .buckets import Queue, fill_buckets, group_load
+from .digest import plan_digest
+from .fabric import Fabric
+from .groups import GroupSpec, group_entries, travel_order
+from .jobs import JobMaker
+from .plan import Plan, PlanError, PlanOptions, TransferGroup
+from .router import Router
+from .supply import Supply, choose_chains
+from .transfers import TransferTable
+
+
+def plan_refit(
+    source: SideDescription,
+    sink: SideDescription,
+    parameters: Iterable[LogicalParameter],
+    domains: Sequence[Sequence[int]],
+    options: PlanOptions | None = None,
+) -> Plan:
+    """The plan of a whole refit; a pure function, so every rank may compute it or receive it.
+
+    ``parameters`` are those of the trainers, in any order. ``domains`` lists every rank of the world once. Raises
+    PlanError for a parameter that cannot be delivered completely and exactly once, with its name, region and rank.
+    """
+    options = options or PlanOptions()
+    _check_options(options)
+    ordered = travel_order(parameters)
+    domains = tuple(tuple(domain) for domain in domains)
+    fabric = Fabric(domains, options.once_per_domain)
+    _check_ranks(source, sink, fabric)
+    specs, unused = group_entries(source, sink, ordered, options)
+    _check_once(specs, sink, ordered)
+    tables = _route(source, sink, fabric, options, ordered, specs)
+    world = len(fabric.domain_of) - 1
+    loads = [group_load(table, spec.itemsize, world) for table, spec in zip(tables, specs)]
+    buckets, slab_dims = fill_buckets([_queue(spec) for spec in specs], tables, loads, options, world)
+    groups = tuple(_group(spec, table, dim, sink) for spec, table, dim in zip(specs, tables, slab_dims))
+    digest = plan_digest(source, sink, ordered, domains, options)
+    return Plan(ordered, groups, buckets, domains, options, digest, unused)
+
+
+def _route(
+    source: SideDescription,
+    sink: SideDescription,
+    fabric: Fabric,
+    options: PlanOptions,
+    parameters: tuple[LogicalParameter, ...],
+    specs: list[GroupSpec],
+) -> list[TransferTable]:
+    """First adds up the whole plan, then cuts each group so that the sum is balanced."""
+    maker = JobMaker(source, sink, fabric, options.broadcast_root == "single", parameters)
+    jobs = [maker.make(spec) for spec in specs]
+    supply = Supply()
+    for job in jobs:
+        job.add_to(supply, options.relay)
+    chains = choose_chains(supply, options.relay)
+    router = Router(
+        fabric,
+        options,
+        chains,
+        senders=Ledger(fair_fractions(supply.sending(chains))),
+        receivers=Ledger(fair_fractions(supply.receiving)),
+        near=Ledger(fair_fractions(supply.near)),
+    )
+    return [router.route(job) for job in jobs]
+
+
+def _check_options(options: PlanOptions) -> None:
+    for name, allowed in (("relay", ("auto", "never", "always")), ("broadcast_root", ("single", "every"))):
+        if getattr(options, name) not in allowed:
+            raise PlanError(f"{name} is {getattr(options, name)!r}; allowed: {', '.join(allowed)}")
+    for name in ("bucket_bytes", "stripe_bytes"):
+        if getattr(options, name) < 1:
+            raise PlanError(f"{name} is {getattr(options, name)}; it must be at least 1")
+
+
+def _check_ranks(source: SideDescription, sink: SideDescription, fabric: Fabric) -> None:
+    for side, role in ((source, "trainer"), (sink, "inference")):
+        for layout in side.layouts:
+            for rank in layout.ranks:
+                if not fabric.has(rank):
+                    raise PlanError(f"{role} rank {rank} has weights but is in no domain")
+
+
+def _check_once(specs: list[GroupSpec], sink: SideDescription, parameters: tuple[LogicalParameter, ...]) -> None:
+    """A parameter with several entries (direct here, whole there) must not have two on one rank."""
+    of_member: dict[int, list[int]] = {}
+    for spec in specs:
+        for member in spec.members:
+            of_member.setdefault(member, []).append(spec.dst_layout)
+    kinds = {tuple(layouts): member for member, layouts in reversed(of_member.items()) if len(layouts) > 1}
+    for layouts, member in kinds.items():
+        seen: set[int] = set()
+        for layout in layouts:
+            ranks = set(sink.layouts[layout].ranks)
+            if twice := seen & ranks:
+                raise PlanError(f"{parameters[member].name}: inference rank {min(twice)} has two entries of it")
+            seen |= ranks
+
+
+def _queue(spec: GroupSpec) -> Queue:
+    return Queue(
+        spec.src_layout, spec.members, prod(spec.shape) * ITEMSIZE[spec.wire_dtype], spec.shape, spec.wire_dtype
+    )
+
+
+def _group(spec: GroupSpec, table: TransferTable, slab_dim: int, sink: SideDescription) -> TransferGroup:
+    return TransferGroup(
+        route=spec.route,
+        shape=spec.shape,
+        src_dtype=spec.src_dtype,
+        dst_dtype=spec.dst_dtype,
+        wire_dtype=spec.wire_dtype,
+        whole=spec.whole,
+        members=tuple(spec.members),
+        transfers=table,
+        targets=sink.layouts[spec.dst_layout].ranks,
+        slab_dim=slab_dim,
+    )

@@ -17,6 +17,7 @@ import torch
 from .netlab import enter_namespace
 
 STOP_SECONDS = 5.0
+"""How long ranks may take to leave by themselves."""
 
 
 class RankError(RuntimeError):
@@ -33,6 +34,7 @@ class Ranks:
         self, ranks: Sequence[int], build: Callable[[int], Any], namespaces: Mapping[int, str] | None = None
     ) -> None:
         self.ranks = tuple(ranks)
+        self.stop_seconds = STOP_SECONDS
         self._build, self._namespaces = build, namespaces or {}
         self._pipes: dict[int, Connection] = {}
         self._processes: dict[int, Any] = {}
@@ -42,13 +44,13 @@ class Ranks:
         context = get_context("fork")
         try:
             for rank in self.ranks:
-                ours, theirs = context.Pipe()
+                self._pipes[rank], theirs = context.Pipe()
                 process = context.Process(
                     target=self._serve, args=(rank, theirs), name=f"bench-rank{rank}", daemon=True
                 )
                 process.start()
                 theirs.close()
-                self._pipes[rank], self._processes[rank] = ours, process
+                self._processes[rank] = process
         except BaseException:
             self.close()
             raise
@@ -83,7 +85,7 @@ class Ranks:
         """Ask every rank to leave, then kill those that stay."""
         for pipe in self._pipes.values():
             pipe.close()
-        deadline = time.monotonic() + STOP_SECONDS
+        deadline = time.monotonic() + self.stop_seconds
         for process in self._processes.values():
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
@@ -111,6 +113,7 @@ class Ranks:
         """The child: answer calls until the pipe closes."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # The parent's ends, this rank's among them: a pipe ends only when nobody holds its other end.
         for inherited in self._pipes.values():
             inherited.close()
         try:

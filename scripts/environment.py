@@ -22,10 +22,9 @@ DECIDING_FILES = ("pyproject.toml", "constraints.txt", "overrides.txt")
 
 def main(extras: list[str]) -> None:
     """Install the package with ``extras`` into `.venv`, unless that has been done from the same files."""
-    if sys.version_info < (3, 11):
-        sys.exit(
-            f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}; name another: make PYTHON=python3.12"
-        )
+    if sys.version_info < (3, 11):  # noqa: UP036 (this is the one file that an older Python may run)
+        version = sys.version.split()[0]
+        sys.exit(f"Python 3.11 or newer is needed, this is {version}; name another: make PYTHON=python3.12")
     stamp = VENV / f".installed-{'-'.join(sorted(extras))}"
     state = _state()
     if stamp.is_file() and stamp.read_text() == state:
@@ -50,7 +49,8 @@ def main(extras: list[str]) -> None:
 def _torch_arguments(extras: list[str], find_links: str) -> list[str]:
     """CPU builds of torch are not on the default index. Where pip was told of a place that has one, uv finds it there;
     elsewhere uv knows by itself where they are."""
-    wanted = f"torch-{_pinned('torch')}+cpu-*.whl"
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    wanted = f"torch-{_pinned('torch')}+cpu-{python}-*.whl"
     local = any(folder.is_dir() and any(folder.glob(wanted)) for folder in map(Path, _split(find_links)))
     return [] if local or "cpu" not in extras else ["--torch-backend", "cpu"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from refit_transport.layout.layout import LogicalParameter
 from refit_transport.planning.classify import classify
-from refit_transport.planning.plan import PlanOptions, Route
+from refit_transport.planning.plan import PlanOptions
 
 from .options import plan_options
 from .registry import register_transport
@@ -23,11 +23,9 @@ class NcclReshard:
         return plan_options(cfg, broadcast_root="every")
 
     def direct_names(self, parameters: Iterable[LogicalParameter], cfg: Mapping[str, Any]) -> frozenset[str]:
-        names = [parameter.name for parameter in parameters]
         if cfg.get("scope", "ffn") == "all":
-            return frozenset(names)
-        paths = classify(names).paths
-        return frozenset(name for name in names if paths[name] == Route.RESHARD)
+            return frozenset(parameter.name for parameter in parameters)
+        return classify(parameters).reshard
 
     def wire_name(self, cfg: Mapping[str, Any]) -> str:
         return cfg.get("wire", "auto")

@@ -42,7 +42,7 @@ Parts = Callable[[BoundMessage, int, int, bool], list[torch.Tensor]]
 
 def hops_of(plan: Plan) -> int:
     """The highest hop of any transfer."""
-    return max((transfer.hop for group in plan.groups for transfer in group.transfers), default=0)
+    return max((int(group.transfers.hop.max(initial=0)) for group in plan.groups), default=0)
 
 
 def run_lockstep(binding: Binding, backend: Backend, parts: Parts, hops: int) -> WireStats:

@@ -1,0 +1,65 @@
+"""A bound program: messages as runs of memory, and the copies around them, ready to be replayed at every refit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from refit_transport.planning.plan import Link
+
+
+@dataclass(slots=True)
+class Copies:
+    """Pairs of tensors of equal shape, any strides and dtypes, copied in one call."""
+
+    dst: list[torch.Tensor] = field(default_factory=list)
+    src: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        self.dst.append(dst)
+        self.src.append(src)
+
+    def run(self) -> None:
+        if self.dst:
+            torch._foreach_copy_(self.dst, self.src)
+
+    def __len__(self) -> int:
+        return len(self.dst)
+
+
+@dataclass(slots=True)
+class BoundMessage:
+    """One message of one bucket."""
+
+    peer: int
+    hop: int
+    link: Link
+    nbytes: int
+    segments: list[torch.Tensor]
+    """uint8, 1-D, contiguous; their concatenation is the message. Empty for a message that is read where its sender
+    staged it, until ``Binding.attach``."""
+    unpack: Copies = field(default_factory=Copies)
+    """Received messages: what to copy once it is complete."""
+    needs: tuple[int, ...] = ()
+    """Sent messages: indices into the bucket's ``recvs`` of the messages that this one forwards from."""
+    in_place: bool = False
+    """Received messages: the sender's staging is read where it lies; nothing is received into ``segments``."""
+    relayed: bool = False
+    """With ``in_place``: the message is forwarded, so ``fetch`` first copies it into ``segments``."""
+    fetch: Copies = field(default_factory=Copies)
+
+
+@dataclass(slots=True)
+class BoundBucket:
+    """One bucket of one rank, in the order of its program."""
+
+    sends: list[BoundMessage]
+    recvs: list[BoundMessage]
+    pack: Copies
+    local: Copies
+    local_bytes: int
+    direct: tuple[str, ...]
+    """Names that this rank holds directly and that are complete after this bucket."""
+    whole: list[tuple[str, torch.Tensor]]
+    """Full tensors that are complete after this bucket, in the dtype of the engine."""

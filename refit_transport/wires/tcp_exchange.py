@@ -1,0 +1,372 @@
+"""Runs one refit over the connections of a rank: buckets open, messages go out in turns, arrive, are stored, forwarded.
+
+A bucket is *open* from packing until it is finished: all messages stored, handed to the engine, sent and, where a peer
+reads this rank's staging in place, released. At most ``SLOTS`` successive buckets are open. A message of a bucket that
+is not open yet waits in the kernel's buffers, which is all the flow control there is. It cannot lock up: a rank sends
+nothing of bucket k before it has sent everything of bucket k - SLOTS, so no message waits behind one of a bucket that
+cannot open without it.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from refit_transport.runtime.staging import SLOTS
+
+from .base import WireError, WireStats
+from .shm import open_block
+from .tcp_connection import Connection, Memory, SharedStaging
+from .tcp_frames import Kind, frame, pack_share, parse, unpack_share
+from .tcp_replay import Recv, Replay, Send
+
+if TYPE_CHECKING:
+    from .tcp import TcpWire
+
+POLL_S = 0.1
+"""Longest wait without a look at deadlines and at ``failed``."""
+READ_TURNS = 8
+"""Receive calls for one connection before the others have their turn."""
+GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
+
+
+class Exchange:
+    """One refit. ``run`` returns its statistics or raises WireError."""
+
+    def __init__(
+        self, wire: TcpWire, replay: Replay, version: int, deadline: float, failed: Callable[[], str | None]
+    ) -> None:
+        self.wire, self.replay, self.version = wire, replay, version
+        self.deadline, self.failed = deadline, failed
+        self.binding = replay.binding
+        self.poller = wire.poller
+        self.by_fd = {c.sock.fileno(): c for c in wire.connections.values()}
+        self.stats = WireStats(seconds=dict.fromkeys(("pack", "network", "domain", "unpack", "load", "wait"), 0.0))
+        self.count = len(replay.sends)
+        self.first = self.opened = 0
+        """Open are the buckets in ``[first, opened)``."""
+        self.loaded = 0
+        """Buckets before this one have been handed to the engine."""
+        self.recv_left = [len(bucket) for bucket in replay.recvs]
+        self.send_left = [len(bucket) for bucket in replay.sends]
+        self.needs_left = [[len(send.message.needs) for send in bucket] for bucket in replay.sends]
+        self.awaited = replay.recv_count.copy()
+        """Messages that are not stored yet, by peer."""
+        self.unreleased = replay.in_place_count.copy()
+        """Messages that the peer has not read from this rank's staging yet, by peer."""
+        self.early: dict[int, list[Recv]] = {}
+        """Messages that can be read in place, of buckets that are not open yet."""
+        self.turns: deque[Connection] = deque()
+        """Connections that have something to send and room for it."""
+        self.progress_at = time.monotonic()
+
+    def run(self) -> WireStats:
+        self.replay.rewind()
+        for connection in self.wire.connections.values():
+            self._begin(connection)
+        next_check = 0.0
+        while True:
+            self._advance()
+            self._send_turn()
+            if self.first == self.count and not any(c.outbox for c in self.wire.connections.values()):
+                return self.stats
+            self._poll(0.0 if self.turns else POLL_S)
+            now = time.monotonic()
+            if now >= next_check:
+                next_check = now + POLL_S
+                self._check(now)
+
+    # -- beginning, opening and finishing ----------------------------------------------------------------------------
+
+    def _begin(self, connection: Connection) -> None:
+        connection.begun = False
+        if connection.closed:
+            raise self._lost(connection, "has closed its connection")
+        connection.post(frame(Kind.BEGIN, value=self.version, digest=self.replay.digest))
+        if connection.read_by and connection.published is not self.replay:
+            table = self.replay.share_table(connection.peer.rank)
+            if len(table):
+                payload = pack_share(self.wire.block_of(self.binding.memory), table)
+                connection.post(frame(Kind.SHARE, value=len(payload), digest=self.replay.digest) + payload)
+            connection.published = self.replay
+        self.turns.append(connection)
+        self._watch(connection, select.EPOLLIN | select.EPOLLRDHUP)
+        if connection.paused:
+            self._resume(connection)
+
+    def _advance(self) -> None:
+        """Hand over, finish and open buckets, in order, as far as they are complete."""
+        while True:
+            while self.loaded < self.opened and not self.recv_left[self.loaded]:
+                self._load(self.loaded)
+                self.loaded += 1
+            while self.first < self.loaded and not self.send_left[self.first]:
+                self.first += 1
+            if self.opened >= min(self.count, self.first + SLOTS):
+                return
+            self._open(self.opened)
+
+    def _open(self, number: int) -> None:
+        self.opened += 1
+        bucket = self.binding.buckets[number]
+        started = time.perf_counter()
+        bucket.pack.run()
+        bucket.local.run()
+        self.stats.seconds["pack"] += time.perf_counter() - started
+        self.stats.sent["local"] += bucket.local_bytes
+        self.stats.received["local"] += bucket.local_bytes
+        for send, needs in zip(self.replay.sends[number], self.needs_left[number], strict=True):
+            if not needs:
+                self._enqueue(send)
+        for recv in self.early.pop(number, ()):
+            self._read_in_place(recv)
+        for connection in self.wire.connections.values():
+            if connection.paused:
+                self._resume(connection)
+        self._send_turn()
+
+    def _load(self, number: int) -> None:
+        bucket = self.binding.buckets[number]
+        if bucket.direct or bucket.whole:
+            started = time.perf_counter()
+            self.binding.sink.arrived(bucket.direct, bucket.whole)
+            self.stats.seconds["load"] += time.perf_counter() - started
+
+    # -- sending -----------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, send: Send) -> None:
+        send.outgoing.mark = send
+        connection = send.connection
+        if not connection.outbox and not connection.interest & select.EPOLLOUT:
+            self.turns.append(connection)
+        connection.outbox.append(send.outgoing)
+
+    def _post(self, connection: Connection, data: bytes) -> None:
+        if not connection.outbox and not connection.interest & select.EPOLLOUT:
+            self.turns.append(connection)
+        connection.post(data)
+
+    def _send_turn(self) -> None:
+        """Give every connection that has room one chunk."""
+        for _ in range(len(self.turns)):
+            connection = self.turns.popleft()
+            started = time.perf_counter()
+            item = connection.outbox[0]
+            try:
+                item.send(connection.sock, self.wire.chunk_bytes)
+            except BlockingIOError:
+                self._watch(connection, connection.interest | select.EPOLLOUT)
+                continue
+            except OSError as error:
+                raise self._lost(connection, f"broke its connection ({error.strerror})") from error
+            finally:
+                self.stats.seconds[connection.link] += time.perf_counter() - started
+            self.progress_at = time.monotonic()
+            if not item.left:
+                connection.outbox.popleft()
+                self._sent(item)
+            if connection.outbox:
+                self.turns.append(connection)
+
+    def _sent(self, item: Memory) -> None:
+        send = item.mark
+        if isinstance(send, Send):
+            self.stats.messages += 1
+            self.stats.sent[send.connection.link] += send.message.nbytes
+            if not send.in_place:
+                self.send_left[send.bucket] -= 1
+
+    # -- receiving ---------------------------------------------------------------------------------------------------
+
+    def _poll(self, timeout: float) -> None:
+        started = time.perf_counter()
+        events = self.poller.poll(timeout)
+        self.stats.seconds["wait"] += time.perf_counter() - started
+        for fd, event in events:
+            connection = self.by_fd.get(fd)
+            if connection is None:
+                self.wire.serve(fd)
+                continue
+            if event & select.EPOLLOUT:
+                self._watch(connection, connection.interest & ~select.EPOLLOUT)
+                self.turns.append(connection)
+            if event & select.EPOLLIN and not connection.paused:
+                self._read(connection)
+            if event & GONE:
+                self._gone(connection)
+
+    def _read(self, connection: Connection) -> None:
+        for _ in range(READ_TURNS):
+            target = connection.body or connection.header
+            started = time.perf_counter()
+            try:
+                got = target.receive(connection.sock, self.wire.chunk_bytes)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise self._lost(connection, f"broke its connection ({error.strerror})") from error
+            finally:
+                self.stats.seconds[connection.link] += time.perf_counter() - started
+            if not got:
+                self._ended(connection)
+                return
+            self.progress_at = time.monotonic()
+            if target.left:
+                continue
+            if target is connection.header:
+                self._frame(connection)
+            else:
+                self._complete(connection, target)
+            if connection.paused:
+                return
+
+    def _frame(self, connection: Connection) -> None:
+        """Act on a complete header, or leave it and pause the connection until it can be taken."""
+        kind, bucket, hop, value, digest = parse(connection.header_bytes)
+        if kind == Kind.BEGIN:
+            if connection.begun:
+                self._pause(connection)
+                return
+            self._check_begin(connection, value, digest)
+        elif kind == Kind.SHARE:
+            connection.body = Memory([memoryview(bytearray(value))], digest)
+        elif kind == Kind.DATA:
+            recv = self._expected(connection, bucket, hop)
+            if bucket >= self.opened:
+                self._pause(connection)
+                return
+            recv.incoming.mark = recv
+            connection.body = recv.incoming
+        elif kind == Kind.READY:
+            self._ready(self._expected(connection, bucket, hop))
+        elif kind == Kind.RELEASE:
+            self.send_left[bucket] -= 1
+            self.unreleased[connection.peer.rank] -= 1
+        connection.header.rewind()
+
+    def _complete(self, connection: Connection, body: Memory) -> None:
+        connection.body = None
+        if isinstance(body.mark, Recv):
+            self._store(body.mark)
+            return
+        address, table = unpack_share(body.views[0])
+        connection.shared = SharedStaging(open_block(address), table, body.mark)
+        self.replay.attach(connection)
+
+    def _expected(self, connection: Connection, bucket: int, hop: int) -> Recv:
+        recv = self.replay.expected[connection.peer.rank].get((bucket, hop))
+        if recv is None:
+            raise self._lost(connection, f"sent a message of bucket {bucket} and hop {hop} that is not in the program")
+        return recv
+
+    def _ready(self, recv: Recv) -> None:
+        if recv.bucket >= self.opened:
+            self.early.setdefault(recv.bucket, []).append(recv)
+        else:
+            self._read_in_place(recv)
+
+    def _read_in_place(self, recv: Recv) -> None:
+        started = time.perf_counter()
+        if recv.message.relayed:
+            recv.message.fetch.run()
+        recv.message.unpack.run()
+        self.stats.seconds["domain"] += time.perf_counter() - started
+        self._post(recv.connection, recv.release)
+        self._stored(recv)
+
+    def _store(self, recv: Recv) -> None:
+        started = time.perf_counter()
+        recv.message.unpack.run()
+        self.stats.seconds["unpack"] += time.perf_counter() - started
+        self._stored(recv)
+
+    def _stored(self, recv: Recv) -> None:
+        number = recv.bucket
+        self.stats.received[recv.connection.link] += recv.message.nbytes
+        needs = self.needs_left[number]
+        for index in recv.feeds:
+            needs[index] -= 1
+            if not needs[index]:
+                self._enqueue(self.replay.sends[number][index])
+        self.recv_left[number] -= 1
+        self.awaited[recv.connection.peer.rank] -= 1
+
+    # -- flow control ------------------------------------------------------------------------------------------------
+
+    def _watch(self, connection: Connection, interest: int) -> None:
+        if interest == connection.interest:
+            return
+        fd = connection.sock.fileno()
+        if not interest:
+            self.poller.unregister(fd)
+        elif not connection.interest:
+            self.poller.register(fd, interest)
+        else:
+            self.poller.modify(fd, interest)
+        connection.interest = interest
+
+    def _pause(self, connection: Connection) -> None:
+        connection.paused = True
+        self._watch(connection, connection.interest & ~select.EPOLLIN)
+
+    def _resume(self, connection: Connection) -> None:
+        connection.paused = False
+        self._watch(connection, connection.interest | select.EPOLLIN)
+        self._frame(connection)
+
+    # -- failure -----------------------------------------------------------------------------------------------------
+
+    def _check_begin(self, connection: Connection, version: int, digest: bytes) -> None:
+        if digest != self.replay.digest:
+            raise self._lost(connection, "runs another plan than this rank; both sides must plan anew")
+        if version != self.version:
+            raise self._lost(connection, f"refits version {version} while this rank refits version {self.version}")
+        connection.begun = True
+
+    def _gone(self, connection: Connection) -> None:
+        """The peer has closed: fatal at once when what this rank still needs is not in its buffers."""
+        missing = self.replay.bytes_missing(connection)
+        if connection.outbox or self.unreleased[connection.peer.rank] or missing > connection.unread():
+            raise self._lost(connection, "closed its connection")
+        connection.closed = True
+        self._watch(connection, 0 if connection.paused else select.EPOLLIN)
+
+    def _ended(self, connection: Connection) -> None:
+        """All that the peer sent before it closed has been read."""
+        rank = connection.peer.rank
+        if connection.outbox or self.unreleased[rank] or self.awaited[rank]:
+            raise self._lost(connection, "closed its connection")
+        connection.closed = True
+        self._watch(connection, 0)
+
+    def _check(self, now: float) -> None:
+        text = self.failed()
+        if text:
+            raise WireError(text, phase=self._phase(), bucket=self.first)
+        if self.wire.closed:
+            raise WireError("the wire was closed during the refit", phase=self._phase(), bucket=self.first)
+        if now >= self.deadline or now - self.progress_at > self.wire.stall_s:
+            raise self._stalled(now)
+
+    def _lost(self, connection: Connection, what: str) -> WireError:
+        bucket = min(self.first, self.count - 1)
+        text = f"{connection.peer} {what} ({connection.link} transfer, bucket {bucket} of {self.count})"
+        return WireError(text, peer=connection.peer.rank, phase=connection.link, bucket=bucket)
+
+    def _stalled(self, now: float) -> WireError:
+        connection = self._culprit()
+        return self._lost(connection, f"has made no progress for {now - self.progress_at:.1f} s")
+
+    def _culprit(self) -> Connection:
+        for number in range(self.first, self.opened):
+            for recv in self.replay.recvs[number]:
+                if recv.incoming is not None and recv.incoming.left:
+                    return recv.connection
+        busy = [c for c in self.by_fd.values() if c.outbox or self.unreleased[c.peer.rank] or self.awaited[c.peer.rank]]
+        return busy[0]
+
+    def _phase(self) -> str:
+        return self._culprit().link

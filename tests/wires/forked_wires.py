@@ -1,0 +1,102 @@
+"""Forks one process per rank, gives each a wire, and collects what they report. Used by the tests of the wires."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from refit_transport.wires.base import Peer
+from refit_transport.wires.tcp import TcpWire
+
+FORK = multiprocessing.get_context("fork")
+
+
+@dataclass
+class Rank:
+    """What a rank's body gets."""
+
+    rank: int
+    pipe: Connection
+    domains: tuple[tuple[int, ...], ...]
+    trainers: int
+    options: dict
+
+    def join(self, seconds: float = 20.0) -> TcpWire:
+        """A wire that is connected with all other ranks."""
+        wire = TcpWire(**self.options)
+        self.pipe.send(("endpoint", (os.getpid(), wire.listen(self.rank))))
+        endpoints = self.pipe.recv()
+        wire.connect(self.rank, self.peers(endpoints), time.monotonic() + seconds)
+        return wire
+
+    def peers(self, endpoints: dict[int, tuple[int, dict]]) -> list[Peer]:
+        domain = {rank: number for number, ranks in enumerate(self.domains) for rank in ranks}
+        return [
+            Peer(r, "trainer" if r < self.trainers else "engine", "localhost", domain[r], pid, f"{pid}", endpoint)
+            for r, (pid, endpoint) in endpoints.items()
+        ]
+
+
+class Ranks:
+    """The ranks of a test, seen from its own process."""
+
+    def __init__(
+        self,
+        body: Callable[[Rank], object],
+        domains: tuple[tuple[int, ...], ...],
+        trainers: int,
+        options: Callable[[int], dict] | dict | None = None,
+        enter: Callable[[int], None] = lambda rank: None,
+    ) -> None:
+        self.pipes: dict[int, Connection] = {}
+        self.processes = {}
+        for rank in sorted(r for d in domains for r in d):
+            here, there = FORK.Pipe()
+            chosen = options(rank) if callable(options) else dict(options or {})
+            process = FORK.Process(target=_main, args=(body, Rank(rank, there, domains, trainers, chosen), enter))
+            process.start()
+            there.close()
+            self.pipes[rank], self.processes[rank] = here, process
+
+    def exchange_endpoints(self, ranks: list[int] | None = None) -> dict:
+        chosen = ranks if ranks is not None else list(self.pipes)
+        endpoints = {rank: self.expect(rank, "endpoint") for rank in chosen}
+        for rank in chosen:
+            self.pipes[rank].send(endpoints)
+        return endpoints
+
+    def expect(self, rank: int, kind: str, seconds: float = 30.0) -> object:
+        """The next report of a rank, which must be of this kind."""
+        if not self.pipes[rank].poll(seconds):
+            raise AssertionError(f"rank {rank} did not report {kind} within {seconds} s")
+        got, value = self.pipes[rank].recv()
+        assert got == kind, f"rank {rank} reported {got} instead of {kind}:\n{value}"
+        return value
+
+    def results(self, ranks: list[int] | None = None, seconds: float = 30.0) -> dict[int, object]:
+        return {rank: self.expect(rank, "result", seconds) for rank in (ranks if ranks is not None else self.pipes)}
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            if process.is_alive():
+                process.kill()
+            process.join(5)
+        for pipe in self.pipes.values():
+            pipe.close()
+
+
+def _main(body: Callable[[Rank], object], rank: Rank, enter: Callable[[int], None]) -> None:
+    try:
+        enter(rank.rank)
+        rank.pipe.send(("result", body(rank)))
+    except BaseException:
+        rank.pipe.send(("exception", traceback.format_exc()))
+    os._exit(0)

@@ -4,48 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from refit_transport.report.run_log import read_metrics
+from refit_transport.report.run_log import METRICS, REFITS, read_lines
 
-REFIT_SECONDS = "timing/train/prepare_for_generation/transfer_and_update_weights"
 PROB_ERROR_LIMIT = 1.05
 """Above this, engine and trainer disagree enough to be a fault (rounding alone gives 1.01 to 1.02)."""
 SMOOTHED_OVER = 5
+PHASES_SHOWN = 4
 Line = Mapping[str, Any]
 
 
 def write_plots(folder: Path) -> list[Path]:
     """``plots/reward.png``, ``refit_time.png`` and ``token_mult_prob_error.png`` in the run's folder; those for which
     there are metrics. Returns their paths."""
-    lines = read_metrics(folder)
+    lines, refits = read_lines(folder / METRICS), read_lines(folder / REFITS)
     target = folder / "plots"
     target.mkdir(exist_ok=True)
-    drawn = (
-        _plot(target / "reward.png", lines, "Reward", "mean reward", _draw_reward, ("train/reward",)),
-        _plot(target / "refit_time.png", lines, "Refit", "seconds", _draw_refit, (REFIT_SECONDS,)),
-        _plot(
-            target / "token_mult_prob_error.png",
-            lines,
-            "Engine and trainer probabilities",
-            "token_mult_prob_error",
-            _draw_error,
-            ("train/token_mult_prob_error",),
-        ),
-    )
-    return [path for path in drawn if path is not None]
+    drawn = []
+    if series(lines, "train/reward")[0]:
+        labels = {"title": "Reward", "xlabel": "step", "ylabel": "mean reward"}
+        drawn.append(_plot(target / "reward.png", labels, lambda axes: _draw_reward(axes, lines)))
+    if refits:
+        labels = {"title": "Refit time", "xlabel": "weight version", "ylabel": "milliseconds"}
+        drawn.append(_plot(target / "refit_time.png", labels, lambda axes: _draw_refits(axes, refits)))
+    if series(lines, "train/token_mult_prob_error")[0]:
+        labels = {"title": "Engine against trainer", "xlabel": "step", "ylabel": "token_mult_prob_error"}
+        drawn.append(_plot(target / "token_mult_prob_error.png", labels, lambda axes: _draw_error(axes, lines)))
+    return drawn
 
 
-def _plot(
-    path: Path,
-    lines: Sequence[Line],
-    title: str,
-    label: str,
-    draw: Callable[[Any, Sequence[Line]], None],
-    needs: Sequence[str],
-) -> Path | None:
-    if not all(series(lines, name)[0] for name in needs):
-        return None
+def _plot(path: Path, labels: Mapping[str, str], draw: Callable[[Any], None]) -> Path:
     # The object interface with the Agg canvas: pyplot would keep global state and may look for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -54,13 +44,12 @@ def _plot(
     figure = Figure(figsize=(7.5, 4.2), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    draw(axes, lines)
-    axes.set(title=title, xlabel="step", ylabel=label)
+    draw(axes)
+    axes.set(**labels)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False)
+    axes.legend(frameon=False)
     figure.savefig(path)
     return path
 
@@ -86,12 +75,27 @@ def _draw_reward(axes: Any, lines: Sequence[Line]) -> None:
         axes.plot(steps, accuracy, "o--", color="tab:orange", markersize=4, label="validation accuracy")
 
 
-def _draw_refit(axes: Any, lines: Sequence[Line]) -> None:
-    steps, seconds = series(lines, REFIT_SECONDS)
-    middle = sorted(seconds)[len(seconds) // 2]
-    axes.plot(steps, seconds, ".-", color="tab:green", linewidth=1)
-    axes.axhline(middle, color="black", linestyle=":", linewidth=1, label=f"median {middle:.3g} s")
-    axes.set_ylim(bottom=0)
+def _draw_refits(axes: Any, refits: Sequence[Line]) -> None:
+    """Time of every refit, and of its longest phases. Phases overlap, so they are lines and not a stack."""
+    versions = [refit["version"] for refit in refits]
+    total = [refit["seconds"] * 1e3 for refit in refits]
+    for name in longest_phases(refits):
+        axes.plot(versions, [refit["phases"].get(name, 0.0) * 1e3 for refit in refits], linewidth=0.8, label=name)
+    middle = median(total)
+    axes.plot(versions, total, ".-", color="black", linewidth=1, label="whole refit")
+    axes.axhline(middle, color="black", linestyle=":", linewidth=1, label=f"median {middle:.3g} ms")
+    # One slow first refit (it plans and compiles) should not flatten all the others.
+    axes.set_ylim(0, max(1.15 * max(total[1:] or total), 1.5 * middle))
+
+
+def longest_phases(refits: Sequence[Line]) -> list[str]:
+    """Names of the phases that took most time in sum, the longest first; none if there is but one."""
+    total: dict[str, float] = {}
+    for refit in refits:
+        for name, seconds in refit["phases"].items():
+            total[name] = total.get(name, 0.0) + seconds
+    ranked = sorted(total, key=total.__getitem__, reverse=True)
+    return ranked[:PHASES_SHOWN] if len(ranked) > 1 else []
 
 
 def _draw_error(axes: Any, lines: Sequence[Line]) -> None:

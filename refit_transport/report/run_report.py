@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
@@ -14,20 +13,27 @@ from rich.table import Table
 
 from refit_transport.report.plots import write_plots
 from refit_transport.report.progress import RunProgress
-from refit_transport.report.run_log import RunLog, read_metrics
-from refit_transport.report.summary import RefitRecord, RunSummary, seconds, show, size, summarise
-
-logger = logging.getLogger(__name__)
+from refit_transport.report.run_log import METRICS, RunLog, read_lines
+from refit_transport.report.summary import RefitRecord, RunSummary, show, summarise
 
 
-class RefitLike(Protocol):
+class RefitFigures(Protocol):
     """The part of a refit's report that is shown."""
 
-    version: int
-    seconds: float
-    bytes_by_path: Mapping[str, int]
-    phases: Mapping[str, float]
-    wire: str
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def bytes_by_path(self) -> Mapping[str, int]: ...
+
+    @property
+    def phases(self) -> Mapping[str, float]: ...
+
+    @property
+    def wire(self) -> str: ...
 
 
 class RunReport:
@@ -65,10 +71,19 @@ class RunReport:
         self._progress.__exit__(kind, error, trace)
         self._log.close()
 
-    def refit_done(self, report: RefitLike) -> None:
-        self._refits.append(RefitRecord(report.version, report.seconds, dict(report.bytes_by_path)))
+    def refit_done(self, report: RefitFigures) -> None:
+        moved, phases = dict(report.bytes_by_path), dict(report.phases)
+        self._refits.append(RefitRecord(report.version, report.seconds, moved))
+        self._log.write_refit(
+            {
+                "version": report.version,
+                "seconds": report.seconds,
+                "bytes_by_path": moved,
+                "phases": phases,
+                "wire": report.wire,
+            }
+        )
         self._progress.refit_done(report.seconds)
-        logger.debug("%s", refit_line(report))
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         self._log.write(step, metrics)
@@ -87,22 +102,10 @@ class RunReport:
     def finish(self, weight_version: int, stopped_by: str) -> RunSummary:
         """Writes ``summary.json`` and the plots, and shows the final panel."""
         self._progress.__exit__(None, None, None)
-        lines = read_metrics(self._folder)
+        lines = read_lines(self._folder / METRICS)
         summary = summarise(lines, self._refits, weight_version, monotonic() - self._start, stopped_by)
         summary.save(self._folder)
         if self._plots:
             write_plots(self._folder)
         show(summary, self._folder, self._console)
         return summary
-
-
-def refit_line(report: RefitLike) -> str:
-    """One line per refit: version, bytes by path, seconds by phase, rate, wire."""
-    moved = sum(report.bytes_by_path.values())
-    paths = ", ".join(f"{path} {size(count)}" for path, count in report.bytes_by_path.items())
-    phases = ", ".join(f"{name} {seconds(value)}" for name, value in report.phases.items())
-    rate = moved / report.seconds / 1e9 if report.seconds > 0 else 0.0
-    return (
-        f"refit version {report.version}: {paths}; {seconds(report.seconds)} ({phases}); {rate:.2f} GB/s; "
-        f"wire {report.wire or 'unknown'}"
-    )

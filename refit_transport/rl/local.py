@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 
 from refit_transport.rl.batch import Batch, batch_sums, select_rows
 from refit_transport.rl.metrics import average_updates, combine_parts
-from refit_transport.rl.protocols import Completion, Loss, RefitReport, SamplingConfig
+from refit_transport.rl.protocols import Completion, Loss, SamplingConfig
 
 CHECKPOINT = "local.pt"
 
@@ -221,6 +222,17 @@ def _choose(
     return chosen, logprobs.gather(1, chosen[:, None])[:, 0]
 
 
+@dataclass(frozen=True)
+class LocalRefitReport:
+    """A ``RefitReport``."""
+
+    version: int
+    seconds: float
+    bytes_by_path: Mapping[str, int]
+    phases: Mapping[str, float]
+    wire: str
+
+
 class LocalRefit:
     """``Refit`` by copying every parameter and buffer."""
 
@@ -228,11 +240,11 @@ class LocalRefit:
         self._model = model
         self._generation = generation
 
-    def refit(self, version: int) -> RefitReport:
+    def refit(self, version: int) -> LocalRefitReport:
         start = time.perf_counter()
         state = self._model.state_dict()
         self._generation.model.load_state_dict(state)
         self._generation.version = version
         moved = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
         seconds = time.perf_counter() - start
-        return RefitReport(version, seconds, {"reshard": 0, "broadcast": moved}, {"copy": seconds}, "memory")
+        return LocalRefitReport(version, seconds, {"reshard": 0, "broadcast": moved}, {"copy": seconds}, "memory")

@@ -6,7 +6,7 @@ The loops hold only these interfaces. ``rl/local.py`` implements them in one pro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,17 +48,25 @@ class Completion:
     """Every weight version that took part, ascending; one unless a refit happened during the generation."""
 
 
-@dataclass(frozen=True)
-class RefitReport:
+class RefitReport(Protocol):
     """What one refit moved, and how long it took."""
 
-    version: int
-    seconds: float
-    bytes_by_path: Mapping[str, int]
-    """Bytes that left the trainers, by ``reshard`` and ``broadcast``."""
-    phases: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase, in order."""
-    wire: str = ""
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def bytes_by_path(self) -> Mapping[str, int]:
+        """Bytes that inference ranks received, by ``reshard`` and ``broadcast``."""
+
+    @property
+    def phases(self) -> Mapping[str, float]:
+        """Seconds by phase; phases may overlap."""
+
+    @property
+    def wire(self) -> str: ...
 
 
 class Policy(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 
 from refit_transport.rl.protocols import Completion, SamplingConfig
@@ -25,6 +26,9 @@ class EngineActor:
         from vllm import LLM
 
         self._llm = LLM(**engine_args)
+
+    def host(self) -> str:
+        return socket.gethostname()
 
     def pids(self) -> list[int]:
         """Process ids of the workers, by rank."""

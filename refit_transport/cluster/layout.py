@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,22 +29,21 @@ class ClusterLayout:
         return self.trainer_ranks + replica * self.ranks_per_replica
 
 
-def cluster_layout(config: Any) -> ClusterLayout:
+def cluster_layout(tree: Mapping[str, Any]) -> ClusterLayout:
     """Ranks of both sides: ``cluster.gpus_per_node`` x ``cluster.num_nodes`` in all, of which
     ``policy.generation.colocated.resources`` gives some to generation: ``gpus_per_node`` on a single node, else
     ``num_nodes`` whole nodes. Raises ValueError when nothing is left for one side."""
-    cluster, generation = config.cluster, config.policy.generation
-    total = cluster.gpus_per_node * cluster.num_nodes
-    resources = generation.colocated.resources
-    if cluster.num_nodes > 1:
-        given = (resources.num_nodes or 0) * (resources.gpus_per_node or cluster.gpus_per_node)
-    else:
-        given = resources.gpus_per_node or 0
-    per_replica = generation.vllm_cfg.tensor_parallel_size * generation.vllm_cfg.pipeline_parallel_size
+    cluster, generation = tree["cluster"], tree["policy"]["generation"]
+    total = cluster["gpus_per_node"] * cluster["num_nodes"]
+    resources, vllm = generation["colocated"]["resources"], generation["vllm_cfg"]
+    given = resources["gpus_per_node"] or 0
+    if cluster["num_nodes"] > 1:
+        given = (resources["num_nodes"] or 0) * (given or cluster["gpus_per_node"])
+    per_replica = vllm["tensor_parallel_size"] * vllm["pipeline_parallel_size"]
     layout = ClusterLayout(total - given, given // per_replica, per_replica)
     if layout.trainer_ranks < 1 or layout.replicas < 1 or given % per_replica:
         raise ValueError(
-            f"cluster of {total} ranks: generation gets {given}, training {total - given}; each side needs at least one, "
+            f"cluster of {total} ranks: generation gets {given}, training {total - given}; each needs one or more, "
             f"and generation a multiple of TP x PP = {per_replica} "
             "(set policy.generation.colocated.resources and policy.generation.vllm_cfg)"
         )

@@ -38,11 +38,16 @@ class RefitCoordinator:
         layout = self._engines.layout
         host = ray.util.get_node_ip_address() if self._spans_hosts() else "127.0.0.1"
         self._server = ControlServer(layout.world_size, self._options, host=host)
-        domain = self._options.get("domain")
-        calls = self._trainers.calls("join_refit", self._server.address, self._timeout, domain)
+        near, far = self._domains()
+        calls = [
+            (name, actor.join_refit.remote(self._server.address, self._timeout, domain))
+            for name, actor, domain in zip(self._trainers.names, self._trainers.actors, near, strict=True)
+        ]
         calls += [
             (name, actor.join_refit.remote(self._server.address, layout.rank_offset(replica), self._timeout, domain))
-            for replica, (name, actor) in enumerate(zip(self._engines.names, self._engines.actors, strict=True))
+            for replica, (name, actor, domain) in enumerate(
+                zip(self._engines.names, self._engines.actors, far, strict=True)
+            )
         ]
         self._await(calls, "joining the refit session")
 
@@ -58,6 +63,17 @@ class RefitCoordinator:
         log.debug("refit %d took %.3f s at the coordinator", version, time.monotonic() - started)
         log.info(report.line())
         return report
+
+    def _domains(self) -> tuple[list[str | None], list[str | None]]:
+        """The fast-link domain of every trainer and engine actor; None leaves it to the rank (its host). With a segment
+        size, so many hosts, in the order of their names, share one."""
+        sides = (self._trainers, self._engines)
+        size = self._options.get("segment_size")
+        if not size:
+            return tuple([None] * len(side.actors) for side in sides)
+        hosts = [await_all(side.calls("host"), "asking for hosts", self._timeout) for side in sides]
+        order = sorted({host for side in hosts for host in side})
+        return tuple([f"segment {order.index(host) // size}" for host in side] for side in hosts)
 
     def _await(self, calls: list[tuple[str, ray.ObjectRef]], doing: str) -> list[Any]:
         try:

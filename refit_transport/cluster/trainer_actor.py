@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from typing import Any
 
@@ -14,16 +13,16 @@ from refit_transport.session.report import RefitReport
 
 
 class TrainerActor:
-    """One rank. ``worker_class`` is a policy worker; its methods are called by name."""
+    """One rank; methods of its workers are called by name."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._worker: Any = None
+        self._workers: dict[str, Any] = {}
         self._member: RefitMember | None = None
         self._store: TCPStore | None = None
 
-    def identity(self) -> dict[str, Any]:
-        return {"pid": os.getpid(), "host": socket.gethostname()}
+    def host(self) -> str:
+        return socket.gethostname()
 
     def open_store(self) -> tuple[str, int]:
         """Address and port of a store for the trainers' own process group. It listens from here on, so that nobody else
@@ -32,24 +31,26 @@ class TrainerActor:
         self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
         return address, self._store.port
 
-    def start(self, worker_class: type, *args: Any, **kwargs: Any) -> None:
-        """Build the worker (loads the model, joins the trainers' process group)."""
-        self._worker = worker_class(*args, **kwargs)
+    def start(self, classes: dict[str, type], world: int, address: str, port: int, tree: dict, timeout: float) -> None:
+        """Build the rank's workers (``policy``, and ``value`` for PPO), each from its section of the configuration."""
+        for name, worker_class in classes.items():
+            self._workers[name] = worker_class(self.rank, world, address, port, tree[name], timeout)
 
-    def call(self, method: str, *args: Any) -> Any:
-        """A method of the worker."""
-        return getattr(self._worker, method)(*args)
+    def call(self, worker: str, method: str, *args: Any) -> Any:
+        """A method of a worker."""
+        return getattr(self._workers[worker], method)(*args)
 
-    def rows(self, method: str, batch: dict[str, Any]) -> Any:
-        """A method of the worker that gives float32 [rows, s] for its own rows of the batch; None on ranks that only
+    def rows(self, worker: str, method: str, batch: dict[str, Any]) -> Any:
+        """A method of a worker that gives float32 [rows, s] for its own rows of the batch; None on ranks that only
         repeat another's rows."""
-        result = getattr(self._worker, method)(batch)
-        return result if self._worker.tp_rank == 0 else None
+        result = getattr(self._workers[worker], method)(batch)
+        return result if self._workers[worker].tp_rank == 0 else None
 
     def join_refit(self, address: str, timeout: float, domain: str | None) -> None:
         self.leave_refit()
+        source = self._workers["policy"].source()
         self._member = RefitMember.join(
-            address, rank=self.rank, role="trainer", source=self._worker.source(), timeout=timeout, domain=domain
+            address, rank=self.rank, role="trainer", source=source, timeout=timeout, domain=domain
         )
 
     def refit(self, version: int, timeout: float) -> RefitReport:
@@ -62,6 +63,6 @@ class TrainerActor:
 
     def shutdown(self) -> None:
         self.leave_refit()
-        if self._worker is not None:
-            self._worker.shutdown()
-            self._worker = None
+        for worker in self._workers.values():
+            worker.shutdown()
+        self._workers = {}

@@ -20,7 +20,7 @@ from .trainer_actor import TrainerActor
 
 
 class TrainerGroup:
-    """Ray actors, one per trainer rank, that run ``worker_class``. ``step_timeout`` bounds every call, in seconds."""
+    """Ray actors, one per trainer rank, with their workers. ``step_timeout`` bounds every call, in seconds."""
 
     def __init__(self, layout: ClusterLayout, group: PlacementGroup, device: str, step_timeout: float) -> None:
         self._timeout = step_timeout
@@ -30,27 +30,23 @@ class TrainerGroup:
         ]
         self.names = [f"trainer rank {rank}" for rank in range(layout.trainer_ranks)]
 
-    def start(self, worker_class: type, config: dict[str, Any]) -> list[tuple[str, ray.ObjectRef]]:
+    def start(self, classes: dict[str, type], tree: dict[str, Any]) -> list[tuple[str, ray.ObjectRef]]:
         """Begin to build all workers; the calls to wait for."""
         opening = [(self.names[0], self.actors[0].open_store.remote())]
         ((address, port),) = await_all(opening, "opening the trainers' store", self._timeout)
-        world = len(self.actors)
-        return [
-            (name, actor.start.remote(worker_class, rank, world, address, port, config, self._timeout))
-            for rank, (name, actor) in enumerate(zip(self.names, self.actors, strict=True))
-        ]
+        return self.calls("start", classes, len(self.actors), address, port, tree, self._timeout)
 
     def calls(self, method: str, *args: Any) -> list[tuple[str, ray.ObjectRef]]:
         """A method of the actor on every rank."""
         return [(n, getattr(a, method).remote(*args)) for n, a in zip(self.names, self.actors, strict=True)]
 
-    def worker(self, method: str, *args: Any, doing: str) -> list[Any]:
-        """A method of the worker on every rank; what each returned."""
-        return await_all(self.calls("call", method, *args), doing, self._timeout)
+    def worker(self, method: str, *args: Any, doing: str, worker: str = "policy") -> list[Any]:
+        """A method of a worker on every rank; what each returned."""
+        return await_all(self.calls("call", worker, method, *args), doing, self._timeout)
 
-    def rows(self, method: str, batch: Batch, doing: str) -> torch.Tensor:
+    def rows(self, method: str, batch: Batch, doing: str, worker: str = "policy") -> torch.Tensor:
         """float32 [n, s]: the rows that the data-parallel ranks computed, in the order of the batch."""
-        parts = await_all(self.calls("rows", method, ray.put(batch)), doing, self._timeout)
+        parts = await_all(self.calls("rows", worker, method, ray.put(batch)), doing, self._timeout)
         return torch.cat([part for part in parts if part is not None])
 
     def shutdown(self) -> None:
@@ -73,10 +69,6 @@ class RemotePolicy:
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:
         return self._group.rows("reference_logprobs", batch, "computing reference log-probabilities")
 
-    def keep_reference(self) -> None:
-        """The current weights become the reference policy."""
-        self._group.worker("keep_reference", doing="keeping the reference policy")
-
     def prepare_for_training(self) -> None:
         """The optimizer is always in place."""
 
@@ -91,3 +83,33 @@ class RemotePolicy:
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         return self._group.worker("load_checkpoint", str(path.resolve()), doing="loading a checkpoint")[0]
+
+
+class RemoteValue:
+    """Implements ``rl.protocols.Value`` over the value workers of a trainer group."""
+
+    def __init__(self, group: TrainerGroup) -> None:
+        self._group = group
+
+    def prepare_for_inference(self) -> None:
+        """The weights are always in place."""
+
+    def values(self, batch: Batch) -> torch.Tensor:
+        return self._group.rows("values", batch, "computing values", worker="value")
+
+    def prepare_for_training(self) -> None:
+        """The optimizer is always in place."""
+
+    def train(self, batch: Batch, loss: Loss) -> dict[str, float]:
+        return self._group.worker("train", ray.put(batch), loss, doing="training the value model", worker="value")[0]
+
+    def finish(self) -> None:
+        """Nothing is offloaded."""
+
+    def save_checkpoint(self, path: Path, extra: Mapping[str, Any]) -> None:
+        doing = "saving the value model"
+        self._group.worker("save_checkpoint", str(path.resolve()), dict(extra), doing=doing, worker="value")
+
+    def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        doing = "loading the value model"
+        return self._group.worker("load_checkpoint", str(path.resolve()), doing=doing, worker="value")[0]

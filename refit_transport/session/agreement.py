@@ -47,7 +47,7 @@ def agree_on_plan(member: RefitMember, hellos: Sequence[Hello], transport: Trans
         describe({h.rank: _holdings(held[h.rank]) for h in hellos if h.role == "trainer"}),
         describe({h.rank: _holdings(needed[h.rank]) for h in hellos if h.role == "engine"}),
         tuple(parameters),
-        options.get("domains") or domains_of(hellos),
+        domains_of(hellos),
         transport.plan_options(options),
     )
     _compare(member.exchange("plan digest", plan.digest, list[str], deadline), hellos)

@@ -96,6 +96,8 @@ class RefitMember:
         client = ControlClient(address, rank, label(role, rank), started + patience)
         try:
             chosen = wire or make_wire(client.options.get("wire", "auto"), client.options)
+            if client.options.get("domains") == "rank":
+                domain = f"rank {rank}"
             hello = introduce(rank, role, wire=chosen.name, device=_device(), domain=domain, labels=labels or {})
             member = cls(client, hello, source, sink)
             member._wire = chosen

@@ -1,0 +1,36 @@
+"""From the configuration to the arguments of vLLM's `LLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+BACKEND = "nccl_reshard"
+"""Name under which the project's engine is registered in vLLM; it serves every transport of this project."""
+
+EXTENSION = "refit_transport.engines.vllm.extension.RefitExtension"
+
+
+def engine_args(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments for one replica; ``policy.generation.vllm_kwargs`` come last and win."""
+    policy = tree["policy"]
+    generation, vllm = policy["generation"], policy["generation"]["vllm_cfg"]
+    return {
+        "model": policy["model_name"],
+        "tokenizer": policy["tokenizer"]["name"] or policy["model_name"],
+        "dtype": vllm["precision"],
+        "tensor_parallel_size": vllm["tensor_parallel_size"],
+        "pipeline_parallel_size": vllm["pipeline_parallel_size"],
+        "enable_expert_parallel": vllm["expert_parallel_size"] > 1,
+        "max_model_len": vllm["max_model_len"],
+        "enforce_eager": vllm["enforce_eager"],
+        "gpu_memory_utilization": vllm["gpu_memory_utilization"],
+        "kv_cache_dtype": vllm["kv_cache_dtype"],
+        "load_format": vllm["load_format"],
+        "logprobs_mode": vllm["logprobs_mode"],
+        "seed": tree.get("grpo", tree.get("ppo", {})).get("seed", 0),
+        "hf_overrides": policy.get("hf_config_overrides") or {},
+        "weight_transfer_config": {"backend": BACKEND},
+        "worker_extension_cls": EXTENSION,
+        **generation["vllm_kwargs"],
+    }

@@ -1,0 +1,25 @@
+"""The directory of the policy's initial model; built-in tiny models are made when they are first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+TINY = {"tiny/qwen3": False, "tiny/qwen3-moe": True}
+"""Built-in names, and whether the model has experts."""
+
+
+def local_model(policy: Mapping[str, Any], cache: Path) -> Path:
+    """``policy.model_name`` as a directory; tiny models are kept under ``cache``. Raises ValueError for a missing
+    path."""
+    name, warm = policy["model_name"], policy["warm_start"]
+    if name in TINY:
+        from refit_transport.rl.tasks.tiny_model import make_tiny_model
+
+        steps = warm["steps"] if warm["enabled"] else 0
+        folder = f"{name.replace('/', '-')}-seed{warm['seed']}-warm{steps}"
+        return make_tiny_model(cache.resolve() / "models" / folder, warm["seed"], steps, moe=TINY[name])
+    if not Path(name).is_dir():
+        raise ValueError(f"policy.model_name: found {name!r}, which is no directory; allowed: {sorted(TINY)} or a path")
+    return Path(name).resolve()

@@ -1,0 +1,133 @@
+"""Runs a recipe: places both sides on Ray, connects the refit session, drives the loop, reports."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from refit_transport.report.run_report import RunReport
+from refit_transport.report.summary import RunSummary
+from refit_transport.rl.assemble import grpo_loop, ppo_loop
+from refit_transport.rl.loop import TrainingLoop
+
+from .awaiting import await_all
+from .engine_args import engine_args
+from .engine_group import EngineGroup
+from .layout import ClusterLayout, cluster_layout
+from .local_model import local_model
+from .placement import place, ray_cluster, resolve_device
+from .refit_coordinator import RefitCoordinator
+from .session_options import session_options
+from .trainer_group import RemotePolicy, RemoteValue, TrainerGroup
+
+log = logging.getLogger("refit_transport")
+
+
+@dataclass(frozen=True)
+class Running:
+    """Both sides, started and connected."""
+
+    trainers: TrainerGroup
+    engines: EngineGroup
+    refit: RefitCoordinator
+
+
+def run_grpo(config: DictConfig) -> RunSummary:
+    """Run a validated GRPO configuration to its end. Raises ClusterError or RefitError when an actor is lost or a refit
+    fails."""
+    return _run(config, "grpo")
+
+
+def run_ppo(config: DictConfig) -> RunSummary:
+    """As ``run_grpo``, with a value model on the trainer ranks."""
+    return _run(config, "ppo")
+
+
+def _run(config: DictConfig, algorithm: str) -> RunSummary:
+    from transformers import AutoTokenizer
+
+    tree = OmegaConf.to_container(config, resolve=True)
+    folder = run_folder(tree, algorithm)
+    tree["policy"]["model_name"] = str(local_model(tree["policy"], Path(tree["logger"]["log_dir"])))
+    tokenizer = AutoTokenizer.from_pretrained(tree["policy"]["tokenizer"]["name"] or tree["policy"]["model_name"])
+    report = RunReport(
+        folder,
+        total_steps=tree[algorithm]["max_num_steps"],
+        config_yaml=OmegaConf.to_yaml(config, resolve=True),
+        tensorboard=tree["logger"]["tensorboard_enabled"],
+        live=None if tree["logger"]["progress"] else False,
+        plots=tree["logger"]["plots"],
+    )
+    with report, running(tree) as cluster:
+        policy = RemotePolicy(cluster.trainers)
+        if algorithm == "ppo":
+            value = RemoteValue(cluster.trainers)
+            loop = ppo_loop(tree, policy, value, cluster.engines, cluster.refit, tokenizer, report, folder)
+        else:
+            loop = grpo_loop(tree, policy, cluster.engines, cluster.refit, tokenizer, report, folder)
+        return _finish(loop, report)
+
+
+def _finish(loop: TrainingLoop, report: RunReport) -> RunSummary:
+    result = loop.run()
+    return report.finish(result.weight_version, result.stopped_by)
+
+
+@contextmanager
+def running(tree: dict[str, Any]) -> Iterator[Running]:
+    """Ray, trainers and engines of a resolved configuration, for the block. Actors are killed at its end."""
+    layout = cluster_layout(tree)
+    device = resolve_device(tree["cluster"]["device"])
+    setup, step = tree["cluster"]["setup_timeout_s"], tree["cluster"]["step_timeout_s"]
+    with ray_cluster(layout, device):
+        trainer_group, engine_groups = place(layout, device, setup)
+        trainers = TrainerGroup(layout, trainer_group, device, step)
+        engines = EngineGroup(layout, engine_groups, device, step)
+        try:
+            _start(tree, layout, trainers, engines, setup)
+            refit = RefitCoordinator(trainers, engines, session_options(tree))
+            refit.connect()
+            try:
+                yield Running(trainers, engines, refit)
+            finally:
+                refit.disconnect()
+        finally:
+            trainers.shutdown()
+            engines.shutdown()
+
+
+def _start(
+    tree: dict[str, Any], layout: ClusterLayout, trainers: TrainerGroup, engines: EngineGroup, timeout: float
+) -> None:
+    """Build models on both sides at the same time."""
+    log.info("starting %d trainer ranks and %d x %d inference ranks", layout.trainer_ranks, layout.replicas,
+             layout.ranks_per_replica)  # fmt: skip
+    calls = engines.start(engine_args(tree)) + trainers.start(_worker_classes(tree), tree)
+    await_all(calls, "building the models", timeout)
+    if tree["loss_fn"]["reference_policy_kl_penalty"]:
+        trainers.worker("keep_reference", doing="keeping the reference policy")
+
+
+def _worker_classes(tree: dict[str, Any]) -> dict[str, type]:
+    """The section of the configuration that each worker of a trainer rank is made from, and its class."""
+    from refit_transport.rl.policy.worker import PolicyWorker
+
+    classes: dict[str, type] = {"policy": PolicyWorker}
+    if "value" in tree:
+        from refit_transport.rl.policy.value import ValueWorker
+
+        classes["value"] = ValueWorker
+    return classes
+
+
+def run_folder(tree: dict[str, Any], algorithm: str) -> Path:
+    """``logger.log_dir``/``logger.run_name``, or a name made from the algorithm and the time."""
+    name = tree["logger"]["run_name"] or f"{algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Path(tree["logger"]["log_dir"]).resolve() / name

@@ -15,7 +15,7 @@ Candidates = tuple[int, ...]
 
 
 def water_fill(loads: np.ndarray, amount: float) -> np.ndarray:
-    """How much of ``amount`` each rank takes, so that the lowest loads rise to one common level. Same unit as ``loads``."""
+    """How much of ``amount`` each rank takes, so that the lowest loads rise to one level. In the unit of ``loads``."""
     order = np.sort(loads)
     filled = np.arange(1, len(order) + 1) * order - np.cumsum(order)
     wet = int(np.searchsorted(filled, amount, side="right"))

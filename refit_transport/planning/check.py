@@ -1,4 +1,4 @@
-"""The golden check: runs every program of a plan on hashed elements and compares all destinations. Slow, obviously right."""
+"""The golden check: runs every program of a plan on hashed elements and compares all destinations. Slow and plain."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def check_plan(plan: Plan, source: SideDescription, sink: SideDescription) -> No
 def _hashes(number: int, shape: tuple[int, ...]) -> np.ndarray:
     """uint64 [shape]."""
     index = np.arange(int(np.prod(shape, dtype=np.int64)), dtype=np.uint64)
-    mixed = (index + np.uint64(number + 1) * np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
+    seed = np.uint64((number + 1) * 0x9E3779B97F4A7C15 % 2**64)
+    mixed = (index + seed) * np.uint64(0xBF58476D1CE4E5B9)
     return (mixed ^ (mixed >> np.uint64(31))).reshape(shape)
 
 
@@ -176,8 +177,8 @@ class _Simulation:
         self.writes[rank, name][region.slices()] += 1
 
     def compare(self) -> None:
-        """Every needed element has been written once and is right, no other has been written, and every whole tensor has
-        been announced."""
+        """Every needed element has been written once and is right, no other has been written, and every whole tensor
+        has been announced."""
         for (rank, name), mask in self.needed.items():
             writes = self.writes[rank, name]
             for wrong, what in ((mask & (writes == 0), "never written"), (writes > mask, "written too often")):

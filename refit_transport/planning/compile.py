@@ -20,8 +20,8 @@ SEND, RECV, LOCAL = range(3)
 def compile_program(plan: Plan, rank: int) -> Program:
     """Everything that ``rank`` does in a refit; a rank without a part gets empty buckets.
 
-    Sender and receiver of a message order its pieces alike without talking: by falling item size, then by the ranks that
-    the receiver forwards them to and by the message they were received in (so that what goes on to one peer lies
+    Sender and receiver of a message order its pieces alike without talking: by falling item size, then by the ranks
+    that the receiver forwards them to and by the message they were received in (so that what goes on to one peer lies
     together), then in plan order.
     """
     slabs = SlabTable.of(plan)
@@ -48,7 +48,7 @@ class _Columns:
     link: np.ndarray
     itemsize: np.ndarray
     lineage: np.ndarray
-    """int64 [rows, levels]: fan, then alternately source and fan of the transfer forwarded, of the one before it, ..."""
+    """int64 [rows, levels]: fan, then source and fan of the transfer forwarded, of the one before it, ..."""
     slab: np.ndarray
     row: np.ndarray
     """Row in the group's transfers."""

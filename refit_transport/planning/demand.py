@@ -1,8 +1,8 @@
 """What has to reach whom: the atoms of a pair of layouts, sorted by how far their nearest holder is.
 
-A source layout is described by *slots*: its ranks numbered by first occurrence. Layouts of the same pattern (the experts
-of sixteen trainer ranks, say) then share one demand, and slot s is written as the code ``-(s + 1)`` wherever a rank is
-meant, so that codes and joint ranks can stand side by side.
+A source layout is described by *slots*: its ranks numbered by first occurrence. Layouts of the same pattern (the
+experts of sixteen trainer ranks, say) then share one demand, and slot s is written as the code ``-(s + 1)`` wherever a
+rank is meant, so that codes and joint ranks can stand side by side.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from .plan import PlanError
 from .supply import Supply
 
 ONE_CHAIN = 1
+NOBODY = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +111,7 @@ class JobMaker:
 
     def _root_job(self, spec: GroupSpec, number: int, atoms: Atoms, slot_ranks: np.ndarray) -> Job:
         """All other ranks are served by the root, so where the holders are makes no difference to them."""
-        root = min(layout.ranks[0] for layout in self.source.layouts if layout.cells)
+        root = min((layout.ranks[0] for layout in self.source.layouts if layout.cells), default=NOBODY)
         slot = np.flatnonzero(slot_ranks == root)
         root_code = code(int(slot[0])) if len(slot) else None
         key = (number, spec.dst_layout, "root", root_code)

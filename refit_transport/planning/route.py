@@ -208,8 +208,8 @@ class Relay:
         first_hop: np.ndarray | None = None,
         first_parent: np.ndarray | None = None,
     ) -> None:
-        """``chains`` copies of each stripe come from ``sender``, who forwards the transfer ``first_parent`` when that is
-        not -1. The target at position p among those that need a stripe is fed by the one at position p - chains."""
+        """``chains`` copies of each stripe come from ``sender``, who forwards the transfer ``first_parent`` when that
+        is not -1. The target at position p among those that need a stripe is fed by the one at position p - chains."""
         stripes = len(self.start)
         first_hop = np.zeros(stripes, np.int64) if first_hop is None else first_hop
         first_parent = np.full(stripes, -1, np.int64) if first_parent is None else first_parent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -104,7 +105,7 @@ class Router:
         child = child[np.lexsort((template.dst[child], template.parent[child]))]
         parent, dst = template.parent[child], template.dst[child].tolist()
         edges = np.flatnonzero(np.r_[True, parent[1:] != parent[:-1], True]).tolist()
-        for first, last in zip(edges, edges[1:]):
+        for first, last in pairwise(edges):
             siblings = tuple(dst[first:last])
             fan[parent[first]] = self._fans.setdefault(siblings, len(self._fans))
         return fan

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from .plan import PlanError
@@ -42,7 +44,7 @@ def slab_rows(
 def _equal_parts(extent: int, rows: int) -> list[tuple[int, int]]:
     parts = -(-extent // rows)
     edges = [extent * part // parts for part in range(parts + 1)]
-    return list(zip(edges, edges[1:]))
+    return list(pairwise(edges))
 
 
 def _busiest_row(table: TransferTable, dim: int, itemsize: int, world: int) -> int:

@@ -1,4 +1,4 @@
-"""Adds up, over a whole plan, which ranks can send and receive which bytes; decides how many copies the trainers send."""
+"""Adds up, over a whole plan, which ranks can send and receive what; decides how many copies the trainers send."""
 
 from __future__ import annotations
 

@@ -14,6 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
+import transformers.conversion_mapping
+import transformers.modeling_utils  # noqa: F401  # all of it here, so that no forked rank pays for an import
 
 torch.set_num_threads(1)
 DEADLINE_S = 120.0

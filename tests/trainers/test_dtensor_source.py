@@ -1,4 +1,4 @@
-"""A DTensor source reports, rank by rank, exactly the bytes that save_pretrained would write, however the model is cut."""
+"""A DTensor source reports, rank by rank, the very bytes that save_pretrained would write, however the model is cut."""
 
 import pytest
 import torch

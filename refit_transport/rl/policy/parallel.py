@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -130,6 +130,8 @@ def _load_tensor_parallel(
     return auto_class.from_pretrained(config["model_name"], distributed_config=distributed, **options)
 
 
-def local_parameters(model: torch.nn.Module) -> list[torch.Tensor]:
-    """This rank's shard of every parameter, without gradients."""
+def local_shards(model: torch.nn.Module) -> list[torch.Tensor]:
+    """This rank's shard of every parameter, live, without gradients."""
+    if isinstance(model, FSDPModule):
+        model.reshard()  # a forward pass without backward leaves the root's parameters gathered
     return [p.detach().to_local() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]

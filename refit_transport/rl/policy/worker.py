@@ -16,7 +16,7 @@ from refit_transport.rl.policy import checkpoint
 from refit_transport.rl.policy.logprobs import token_logprobs
 from refit_transport.rl.policy.micro_batches import Loss, micro_batch_rows, rank_rows, step_rows, take_rows
 from refit_transport.rl.policy.optimizer import build_optimizer, build_scheduler, clip_gradients
-from refit_transport.rl.policy.parallel import ParallelSizes, load_sharded, local_parameters
+from refit_transport.rl.policy.parallel import ParallelSizes, load_sharded, local_shards
 from refit_transport.trainers.dtensor import DTensorSource
 
 
@@ -24,7 +24,8 @@ class ModelWorker:
     """What policy and value workers share. ``config`` is the ``policy.*`` (or ``value.*``) sub-tree as a plain dict.
 
     Every rank of the world makes one, at the same time, and then calls the same methods in the same order with the same
-    arguments: a batch is handed whole to each rank, which works on its own rows of it.
+    arguments: a batch is handed whole to each rank, which works on its own rows of it. A process group that the process
+    already has is used; else one is made at ``master_addr:master_port``.
     """
 
     def __init__(
@@ -39,7 +40,9 @@ class ModelWorker:
         self.config = config
         self.device = _device(rank)
         self.sizes = ParallelSizes.of(config.get("dtensor_cfg") or {}, world_size)
-        _join(rank, world_size, master_addr, master_port, self.device, timeout_s)
+        self._owns_group = not dist.is_initialized()
+        if self._owns_group:
+            _join(rank, world_size, master_addr, master_port, self.device, timeout_s)
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.rank = rank
         self.dp_rank, self.tp_rank = divmod(rank, self.sizes.tp)
@@ -121,14 +124,16 @@ class ModelWorker:
         return checkpoint.load(path, self.model, self.optimizer, self.scheduler)
 
     def shutdown(self) -> None:
-        """Leaves the process group. A process that used gloo should then end with ``os._exit``."""
-        dist.destroy_process_group()
+        """Leaves the process group it made. A process that used gloo should then end with ``os._exit``."""
+        if self._owns_group:
+            dist.destroy_process_group()
 
 
 class PolicyWorker(ModelWorker):
     """The trained policy."""
 
     _reference: list[torch.Tensor] | None = None
+    _source: DTensorSource | None = None
 
     def _load(self) -> torch.nn.Module:
         from transformers import AutoModelForCausalLM
@@ -148,7 +153,7 @@ class PolicyWorker(ModelWorker):
 
     def keep_reference(self) -> None:
         """Remembers the current weights as the reference policy: a copy of this rank's shard."""
-        self._reference = [p.clone() for p in local_parameters(self.model)]
+        self._reference = [p.clone() for p in local_shards(self.model)]
 
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:
         """As ``logprobs``, under the weights of ``keep_reference``. Raises RuntimeError if there are none."""
@@ -162,15 +167,16 @@ class PolicyWorker(ModelWorker):
 
     def _exchange_reference(self) -> None:
         """Swaps live and reference weights in place, one tensor at a time, so no third copy is needed."""
-        self.model.reshard() if hasattr(self.model, "reshard") else None
-        for live, kept in zip(local_parameters(self.model), self._reference, strict=True):
+        for live, kept in zip(local_shards(self.model), self._reference, strict=True):
             spare = live.clone()
             live.copy_(kept)
             kept.copy_(spare)
 
     def source(self) -> DTensorSource:
-        """What this rank holds, for a refit. It reads the live weights; make it once."""
-        return DTensorSource(self.model)
+        """What this rank holds, for a refit; always the same object. Every rank calls it."""
+        if self._source is None:
+            self._source = DTensorSource(self.model)
+        return self._source
 
 
 def _device(rank: int) -> torch.device:

@@ -69,15 +69,19 @@ class Exchange:
             self._begin(connection)
         next_check = 0.0
         while True:
-            self._advance()
             self._send_turn()
-            if self.first == self.count and not any(c.outbox for c in self.wire.connections.values()):
+            self._advance()
+            if self.first == self.count and self._settled():
                 return self.stats
             self._poll(0.0 if self.turns else POLL_S)
             now = time.monotonic()
             if now >= next_check:
                 next_check = now + POLL_S
                 self._check(now)
+
+    def _settled(self) -> bool:
+        """Nothing is left to send, and every peer's BEGIN was read: one left behind would open the next refit."""
+        return all(c.closed or (c.begun and not c.outbox) for c in self.wire.connections.values())
 
     # -- beginning, opening and finishing ----------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +20,9 @@ from refit_transport.session.member import RefitMember
 from refit_transport.trainers.tensors import TensorSource
 
 SHAPES = {
+    "model.embed_tokens.weight": (7, 10),
     "model.layers.0.mlp.gate_proj.weight": (24, 10),
+    "model.layers.0.mlp.up_proj.weight": (24, 10),
     "model.layers.0.mlp.down_proj.weight": (10, 24),
     "model.layers.0.self_attn.q_proj.weight": (9, 10),
     "model.norm.weight": (10,),
@@ -95,12 +98,17 @@ class EngineRank:
         ]
 
 
-def run_ranks(world: World, body: Callable[[World, int, str], Any], seconds: float = 60.0) -> list[Any]:
-    """``body(world, rank, address)`` in a forked process per rank; what each returned, or the exception it raised."""
+def run_ranks(world: World, body: Callable[[World, int, str], Any], stopped: int | None = None) -> list[Any]:
+    """``body(world, rank, address)`` in a forked process per rank; what each returned, or the exception it raised. Rank
+    ``stopped`` is killed once all others have ended."""
     server = ControlServer(world.size, world.options)
     children = [_fork(world, rank, server.address, body) for rank in range(world.size)]
     try:
-        return [_result(pid, pipe) for pid, pipe in children]
+        results = {rank: _result(*child) for rank, child in enumerate(children) if rank != stopped}
+        if stopped is not None:
+            os.kill(children[stopped][0], signal.SIGKILL)
+            results[stopped] = _result(*children[stopped])
+        return [results[rank] for rank in range(world.size)]
     finally:
         server.close()
 

@@ -17,7 +17,7 @@ def engine_args(tree: Mapping[str, Any]) -> dict[str, Any]:
     generation, vllm = policy["generation"], policy["generation"]["vllm_cfg"]
     return {
         "model": policy["model_name"],
-        "tokenizer": policy["tokenizer"]["name"] or policy["model_name"],
+        "tokenizer": policy["tokenizer"]["name"],
         "dtype": vllm["precision"],
         "tensor_parallel_size": vllm["tensor_parallel_size"],
         "pipeline_parallel_size": vllm["pipeline_parallel_size"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +18,22 @@ from .placement import actor_options
 
 
 class EngineGroup:
-    """Implements ``rl.protocols.Generation`` over Ray actors, one per replica. ``step_timeout`` bounds every call."""
+    """Implements ``rl.protocols.Generation`` over Ray actors, one per replica. ``step_timeout`` bounds every call;
+    ``env`` is added to the engines' environment."""
 
     def __init__(
-        self, layout: ClusterLayout, groups: Sequence[PlacementGroup], device: str, step_timeout: float
+        self,
+        layout: ClusterLayout,
+        groups: Sequence[PlacementGroup],
+        device: str,
+        step_timeout: float,
+        env: Mapping[str, str],
     ) -> None:
         self.layout, self._device, self._timeout = layout, device, step_timeout
         self.actors = [
-            ray.remote(EngineActor).options(**actor_options(group, 0, layout.ranks_per_replica, device)).remote(replica)
+            ray.remote(EngineActor)
+            .options(**actor_options(group, 0, layout.ranks_per_replica, device, env))
+            .remote(replica)
             for replica, group in enumerate(groups)
         ]
         self.names = [f"engine {replica}" for replica in range(layout.replicas)]

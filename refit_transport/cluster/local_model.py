@@ -13,13 +13,13 @@ TINY = {"tiny/qwen3": False, "tiny/qwen3-moe": True}
 def local_model(policy: Mapping[str, Any], cache: Path) -> Path:
     """``policy.model_name`` as a directory; tiny models are kept under ``cache``. Raises ValueError for a missing
     path."""
-    name, warm = policy["model_name"], policy["warm_start"]
+    name, tiny = policy["model_name"], policy["tiny_model"]
     if name in TINY:
         from refit_transport.rl.tasks.tiny_model import make_tiny_model
 
-        steps = warm["steps"] if warm["enabled"] else 0
-        folder = f"{name.replace('/', '-')}-seed{warm['seed']}-warm{steps}"
-        return make_tiny_model(cache.resolve() / "models" / folder, warm["seed"], steps, moe=TINY[name])
+        seed, steps = tiny["seed"], tiny["warm_start_steps"]
+        folder = f"{name.replace('/', '-')}-seed{seed}-warm{steps}"
+        return make_tiny_model(cache.resolve() / "models" / folder, seed, steps, moe=TINY[name])
     if not Path(name).is_dir():
         raise ValueError(f"policy.model_name: found {name!r}, which is no directory; allowed: {sorted(TINY)} or a path")
     return Path(name).resolve()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,7 +85,9 @@ def place(layout: ClusterLayout, device: str, timeout: float) -> tuple[Placement
     return trainers, engines
 
 
-def actor_options(group: PlacementGroup, bundle: int, slots: int, device: str) -> dict[str, Any]:
+def actor_options(
+    group: PlacementGroup, bundle: int, slots: int, device: str, env: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Options of an actor that takes ``slots`` of ``bundle``."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -94,5 +96,5 @@ def actor_options(group: PlacementGroup, bundle: int, slots: int, device: str) -
         "num_gpus": slots if on_gpu else 0,
         "num_cpus": 0 if on_gpu else slots,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-        "runtime_env": {"env_vars": worker_env(device)},
+        "runtime_env": {"env_vars": worker_env(device) | dict(env or {})},
     }

@@ -55,8 +55,8 @@ def _run(config: DictConfig, algorithm: str) -> RunSummary:
 
     tree = OmegaConf.to_container(config, resolve=True)
     folder = run_folder(tree, algorithm)
-    tree["policy"]["model_name"] = str(local_model(tree["policy"], Path(tree["logger"]["log_dir"])))
-    tokenizer = AutoTokenizer.from_pretrained(tree["policy"]["tokenizer"]["name"] or tree["policy"]["model_name"])
+    _localise(tree)
+    tokenizer = AutoTokenizer.from_pretrained(tree["policy"]["tokenizer"]["name"])
     report = RunReport(
         folder,
         total_steps=tree[algorithm]["max_num_steps"],
@@ -75,6 +75,17 @@ def _run(config: DictConfig, algorithm: str) -> RunSummary:
         return _finish(loop, report)
 
 
+def _localise(tree: dict[str, Any]) -> None:
+    """Names of models become directories. The tokenizer is the model's own unless it has another name."""
+    cache = Path(tree["logger"]["log_dir"])
+    for section in ("policy", "value"):
+        if section in tree:
+            name, tokenizer = tree[section]["model_name"], tree[section]["tokenizer"]
+            tree[section]["model_name"] = str(local_model(tree[section], cache))
+            if tokenizer["name"] in (None, name):
+                tokenizer["name"] = tree[section]["model_name"]
+
+
 def _finish(loop: TrainingLoop, report: RunReport) -> RunSummary:
     result = loop.run()
     return report.finish(result.weight_version, result.stopped_by)
@@ -89,7 +100,8 @@ def running(tree: dict[str, Any]) -> Iterator[Running]:
     with ray_cluster(layout, device):
         trainer_group, engine_groups = place(layout, device, setup)
         trainers = TrainerGroup(layout, trainer_group, device, step)
-        engines = EngineGroup(layout, engine_groups, device, step)
+        env = tree["policy"]["generation"]["vllm_cfg"]["env_vars"]
+        engines = EngineGroup(layout, engine_groups, device, step, env)
         try:
             _start(tree, layout, trainers, engines, setup)
             refit = RefitCoordinator(trainers, engines, session_options(tree))

@@ -39,6 +39,8 @@ CLUSTER = section(
     Key("segment_size", int, None, "Nodes per NVLink domain.", minimum=1),
     Key("master_port_range_low", int, 1400, "First port that rendezvous may open.", minimum=1024, maximum=65535),
     Key("master_port_range_high", int, 1999, "End of that range, not included.", minimum=1025, maximum=65536),
+    Key("setup_timeout_s", float, 600.0, "Placement and the building of all models fail after so long.", above=0),
+    Key("step_timeout_s", float, 1800.0, "Any one call of a trainer or an engine fails after so long.", above=0),
     Key("device", str, "auto", "`auto` takes GPUs where there are any.", choices=("auto", "cpu", "cuda")),
 )
 
@@ -65,5 +67,7 @@ CHECKPOINTING = section(
     Key("higher_is_better", bool, True, "Whether a larger metric is better."),
     Key("keep_top_k", int, 3, "Checkpoints kept; null keeps all.", minimum=1, optional=True),
     Key("save_period", int, 10, "Save each so many steps.", minimum=1),
-    Key("save_optimizer", bool, True, "Save the optimizer's state too."),
+    Key(
+        "checkpoint_must_save_by", str, None, "`DD:HH:MM:SS` after the start: save once more before a job's time is up."
+    ),
 )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from time import monotonic
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -16,33 +14,34 @@ PLAIN_PERIOD = 10
 
 
 class RunProgress:
-    """Use as a context manager around the run. ``total`` is the number of steps the run will have at most."""
+    """``start``, then ``step_done`` and ``refit_done`` as they happen, then ``stop`` (which may be called twice)."""
 
-    def __init__(self, total: int, console: Console, live: bool | None = None) -> None:
-        self._total = total
+    def __init__(self, console: Console, live: bool | None = None) -> None:
+        """``live`` None shows a bar where the console is a terminal."""
         self._console = console
         self._live = console.is_terminal if live is None else live
+        self._total = 0
         self._start = monotonic()
         self._refit_seconds: float | None = None
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(bar_width=None),
+            BarColumn(bar_width=24),
             TextColumn("{task.fields[status]}"),
             TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(compact=True),
             console=console,
             disable=not self._live,
         )
+
+    def start(self, total: int) -> None:
+        """``total`` is the number of steps the run will have at most."""
+        self._total = total
+        self._start = monotonic()
         self._task = self._bar.add_task("", total=total, status="starting")
-
-    def __enter__(self) -> Self:
         self._bar.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def stop(self) -> None:
         self._bar.stop()
 
     def refit_done(self, seconds_taken: float) -> None:

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from refit_transport.report.plots import write_plots
 from refit_transport.report.progress import RunProgress
-from refit_transport.report.run_log import METRICS, RunLog, read_lines
-from refit_transport.report.summary import RefitRecord, RunSummary, show, summarise
+from refit_transport.report.run_log import METRICS, REFITS, RunLog, read_lines
+from refit_transport.report.summary import RunSummary, show, summarise
 
 
 class RefitFigures(Protocol):
@@ -43,43 +43,39 @@ class RunReport:
     def __init__(
         self,
         folder: Path,
-        total_steps: int,
         config_yaml: str,
         console: Console | None = None,
         tensorboard: bool = True,
         live: bool | None = None,
-        plots: bool = True,
     ) -> None:
         """``config_yaml`` is the resolved configuration; ``live`` None shows a bar in terminals only."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(config_yaml, encoding="utf-8")
         self._folder = folder
         self._console = console or Console()
         self._log = RunLog(folder, tensorboard)
-        self._progress = RunProgress(total_steps, self._console, live)
-        self._plots = plots
-        self._refits: list[RefitRecord] = []
+        (folder / "config.yaml").write_text(config_yaml, encoding="utf-8")
+        self._progress = RunProgress(self._console, live)
         self._start = monotonic()
 
     def __enter__(self) -> Self:
-        self._progress.__enter__()
         return self
+
+    def start(self, total_steps: int) -> None:
+        """Shows progress from here on."""
+        self._progress.start(total_steps)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.__exit__(kind, error, trace)
+        self._progress.stop()
         self._log.close()
 
     def refit_done(self, report: RefitFigures) -> None:
-        moved, phases = dict(report.bytes_by_path), dict(report.phases)
-        self._refits.append(RefitRecord(report.version, report.seconds, moved))
         self._log.write_refit(
             {
                 "version": report.version,
                 "seconds": report.seconds,
-                "bytes_by_path": moved,
-                "phases": phases,
+                "bytes_by_path": dict(report.bytes_by_path),
+                "phases": dict(report.phases),
                 "wire": report.wire,
             }
         )
@@ -99,13 +95,13 @@ class RunReport:
             table.add_row(*(str(row[name]) for name in ("prompt", "completion", "answer")), f"{row['reward']:.2f}")
         self._console.print(table)
 
-    def finish(self, weight_version: int, stopped_by: str) -> RunSummary:
+    def finish(self, weight_version: int, stopped_by: str, plots: bool = True) -> RunSummary:
         """Writes ``summary.json`` and the plots, and shows the final panel."""
-        self._progress.__exit__(None, None, None)
-        lines = read_lines(self._folder / METRICS)
-        summary = summarise(lines, self._refits, weight_version, monotonic() - self._start, stopped_by)
+        self._progress.stop()
+        lines, refits = read_lines(self._folder / METRICS), read_lines(self._folder / REFITS)
+        summary = summarise(lines, refits, weight_version, monotonic() - self._start, stopped_by)
         summary.save(self._folder)
-        if self._plots:
+        if plots:
             write_plots(self._folder)
         show(summary, self._folder, self._console)
         return summary

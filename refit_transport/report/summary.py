@@ -19,7 +19,8 @@ EDGE = 5
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The content of ``summary.json``. Times are seconds; bytes are totals over all refits of this process."""
+    """The content of ``summary.json``. Times are seconds, bytes are totals over all refits. A resumed run
+    counts its earlier part too, except in ``seconds_total``."""
 
     steps: int
     reward_first: float | None
@@ -40,23 +41,14 @@ class RunSummary:
         return path
 
 
-@dataclass(frozen=True)
-class RefitRecord:
-    """One refit, as the summary and the plots need it."""
-
-    version: int
-    seconds: float
-    bytes_by_path: Mapping[str, int]
-
-
 def summarise(
     lines: Sequence[Mapping[str, Any]],
-    refits: Sequence[RefitRecord],
+    refits: Sequence[Mapping[str, Any]],
     weight_version: int,
     seconds_total: float,
     stopped_by: str,
 ) -> RunSummary:
-    """From the lines of ``metrics.jsonl`` and the refits that were done."""
+    """From the lines of ``metrics.jsonl`` and ``refits.jsonl``."""
     rewards = _series(lines, "train/reward")
     errors = _series(lines, "train/token_mult_prob_error")
     accuracy = _series(lines, "validation/accuracy")
@@ -65,9 +57,9 @@ def summarise(
         reward_first=mean(rewards[:EDGE]) if rewards else None,
         reward_last=mean(rewards[-EDGE:]) if rewards else None,
         refits=len(refits),
-        refit_seconds_median=median(refit.seconds for refit in refits) if refits else None,
-        bytes_reshard=sum(refit.bytes_by_path.get("reshard", 0) for refit in refits),
-        bytes_broadcast=sum(refit.bytes_by_path.get("broadcast", 0) for refit in refits),
+        refit_seconds_median=median(refit["seconds"] for refit in refits) if refits else None,
+        bytes_reshard=sum(refit["bytes_by_path"].get("reshard", 0) for refit in refits),
+        bytes_broadcast=sum(refit["bytes_by_path"].get("broadcast", 0) for refit in refits),
         weight_version=weight_version,
         token_mult_prob_error_max=max(errors) if errors else None,
         validation_accuracy=accuracy[-1] if accuracy else None,

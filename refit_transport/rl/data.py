@@ -89,6 +89,10 @@ class Dataloader:
         self._order = self._order_of(0)
 
     @property
+    def size(self) -> int:
+        return len(self._examples)
+
+    @property
     def epoch(self) -> int:
         """Epochs completed."""
         return self._epoch

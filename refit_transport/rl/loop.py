@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,13 @@ class TrainingLoop:
                 limit = "validation"
                 break
         return LoopResult(self.step, self.freshness.version, limit)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps the run has at most; dynamic sampling may reach the last epoch's end sooner."""
+        data = self.collector.dataloader
+        per_epoch = math.ceil(self.settings.max_num_epochs * data.size / self.settings.num_prompts_per_step)
+        return min(self.settings.max_num_steps, per_epoch)
 
     def _limit(self) -> str | None:
         if self.step >= self.settings.max_num_steps:

@@ -9,7 +9,7 @@ from refit_transport.rl.settings import DataSettings, EnvSettings
 from refit_transport.rl.tasks import reverse_digits
 
 DATASETS = ("reverse_digits", "jsonl")
-TRAIN_SIZE, TRAIN_SEED = 65536, 0
+TRAIN_SIZE, TRAIN_SEED = 8192, 0
 VALIDATION_SIZE, VALIDATION_SEED = 256, 12345
 
 

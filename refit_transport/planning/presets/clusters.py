@@ -27,17 +27,21 @@ class Cluster:
     """Bytes copied per second when a rank packs or unpacks (each byte is read once and written once)."""
     source: str
     """Where the figures are from."""
-    network_efficiency: float = 0.97
+    network_efficiency: float = 0.985
     """Share of ``nic_rate`` that payload can reach (headers, acknowledgements)."""
-    domain_efficiency: float = 0.80
-    """Share of ``domain_rate`` that point-to-point copies reach."""
-    flow_loss: float = 0.10
-    """Time that uncoordinated flows add at a receiving port that is loaded to ``flow_knee`` or more."""
+    domain_efficiency: float = 0.65
+    """Share of ``domain_rate`` that the exchange inside a domain reaches."""
+    flow_loss: float = 0.096
+    """Share of time that uncoordinated flows add when they meet in a receiving port that is loaded to ``flow_knee``."""
+    flow_free: float = 0.25
+    """A receiving port that is loaded less than this adds nothing; in between the loss grows linearly."""
     flow_knee: float = 0.5
     network_latency: float = 8e-6
-    """Per message over the network."""
+    """From a rank's memory to another's over the network, once per bucket."""
     domain_latency: float = 3e-6
-    """Per message inside a domain."""
+    """The same inside a domain."""
+    message_overhead: float = 1.5e-6
+    """Time that one more message costs the rank that sends or receives it."""
     bucket_overhead: float = 60e-6
     """Per bucket: launches, events, and the meeting of its senders and receivers."""
     load_seconds_per_tensor: float = 60e-6
@@ -51,7 +55,9 @@ class Cluster:
         return max(1, -(-self.node_ranks // self.node_ports))
 
 
-_ASSUMED = ("copy_rate", "network_efficiency", "domain_efficiency", "flow_loss", "flow_knee", "network_latency",
+_ASSUMED = ("copy_rate", "network_efficiency", "domain_efficiency", "flow_loss", "flow_free",
+            "flow_knee", "network_latency",
+    "message_overhead",
             "domain_latency", "bucket_overhead", "load_seconds_per_tensor")  # fmt: skip
 
 CLUSTERS: dict[str, Cluster] = {
@@ -68,7 +74,8 @@ CLUSTERS: dict[str, Cluster] = {
     ),
     "cpu-host": Cluster(
         name="cpu-host", node_ranks=8, domain_ranks=8, nic_rate=1.25 * GB, node_ports=1, domain_rate=9 * GB,
-        copy_rate=9 * GB, network_latency=20e-6, domain_latency=20e-6, bucket_overhead=200e-6, flow_loss=0.03,
+        copy_rate=9 * GB, network_latency=55e-6, domain_latency=20e-6, message_overhead=20e-6,
+        bucket_overhead=200e-6, flow_loss=0.03,
         assumed=("nic_rate", "node_ranks", "flow_loss", "network_efficiency", "bucket_overhead",
                  "load_seconds_per_tensor"),
         source="one host per domain with a shared 10 Gbit/s port; shared memory copies as measured on a two-core "
@@ -135,7 +142,14 @@ def _impossible(merged: dict, path: Path, known: dict) -> list[str]:
     for key, value in merged.items():
         if key not in known or key in ("name", "source", "assumed"):
             continue
-        low_ok = key in ("flow_loss", "network_latency", "domain_latency", "bucket_overhead", "load_seconds_per_tensor")
+        low_ok = key in (
+            "flow_loss",
+            "network_latency",
+            "domain_latency",
+            "message_overhead",
+            "bucket_overhead",
+            "load_seconds_per_tensor",
+        )
         if _number(value) < 0 or (_number(value) == 0 and not low_ok) or _number(value) != _number(value):
             found.append(f"--cluster: {path}: {key} must be a positive number, got {value!r}")
         elif key.endswith(("efficiency", "knee")) and value > 1:

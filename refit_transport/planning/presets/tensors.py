@@ -19,7 +19,7 @@ class Cut:
     dim: int | None = None
     """The dimension that is cut; None for a replicated tensor."""
     parts: tuple[int, ...] = ()
-    """Sizes of the components along ``dim`` that are cut each for itself (q, k and v in one tensor, the bands of a Mamba
+    """Sizes of the components along ``dim`` that are cut each for itself (q, k and v in one tensor, bands of a Mamba
     projection); empty for one component."""
     units: int = 0
     """Indivisible pieces along ``dim`` (key-value heads): an engine with more ranks than units replicates them."""

@@ -1,0 +1,162 @@
+"""The cost model beside published measurements: one mixture-of-experts layer, and refits of whole models.
+
+One set of constants serves every row. The published systems are described by what is public about them: they run the
+phases of a transfer one after the other, and gather-and-broadcast has one root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+from rich.table import Table
+
+from refit_transport.layout.layout import Cell, Entry, Layout, LogicalParameter, SideDescription
+from refit_transport.layout.region import Region
+from refit_transport.planning.cost import lower_bound, predict
+from refit_transport.planning.plan import PlanOptions
+from refit_transport.planning.planner import plan_refit
+from refit_transport.planning.presets.clusters import CLUSTERS, Cluster
+from refit_transport.planning.presets.models import load_model
+from refit_transport.planning.presets.parallel import Generation, Training, read_layout
+
+from .plan_study import Job, study
+from .plan_units import seconds
+
+LAYER = LogicalParameter("experts.up_proj", (256, 2048, 7168), "bfloat16")
+MIB_PER_MB = 2**20 / 1e6
+"""The published layer figures count its 7168 MiB as 7168 MB, so their 50 GB/s is 50,000 MiB/s."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRow:
+    """Published milliseconds for one layer, 16 expert-parallel sources to ``replicas`` engines of 8 ranks."""
+
+    replicas: int
+    hierarchical: float
+    flat: float
+    bound: float = 8.96
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """Published seconds of a whole refit; None where no figure is public."""
+
+    model: str
+    train: str
+    gen: str
+    cluster: str
+    broadcast: float | None
+    reshard: float
+    note: str = ""
+
+
+LAYER_ROWS = (LayerRow(2, 10.25, 20.86), LayerRow(4, 13.83, 35.84), LayerRow(8, 9.78, 77.26))
+MODEL_ROWS = (
+    ModelRow("qwen3-235b-a22b", "tp=2,cp=2,pp=4,ep=16", "tp=8,dp=8", "dgx-h100", 6.4, 1.9,
+             "layout published for GB200, assumed on H100"),
+    ModelRow("deepseek-v3", "pp=16,ep=16", "tp=32,dp=8", "dgx-h100", 14.9, 2.6),
+    ModelRow("deepseek-v3", "pp=16,ep=16", "tp=32,dp=8", "dgx-gb200", 6.1, 2.3,
+             "layout published for H100, assumed on GB200"),
+    ModelRow("nemotron-3-ultra", "tp=8,ep=32,pp=2", "tp=8,dp=8", "dgx-gb200", 8.2, 2.3),
+    ModelRow("qwen3.8-2.4t-a95b", "pp=8,ep=32", "tp=32,dp=8", "dgx-gb200", None, 4.3,
+             "layout not published: assumed"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LayerResult:
+    """Predicted milliseconds of one layer."""
+
+    row: LayerRow
+    hierarchical: float
+    flat: float
+    bound: float
+
+
+def layer_cluster() -> Cluster:
+    """GB200 with the port rate in the published table's unit; every other constant is the preset's."""
+    return replace(CLUSTERS["dgx-gb200"], nic_rate=50e9 * MIB_PER_MB)
+
+
+def layer_results() -> Iterator[LayerResult]:
+    """Predictions for the rows of the layer table."""
+    for row in LAYER_ROWS:
+        source, sink, domains = layer_case(row.replicas)
+        ranks = range(16), range(16, 16 + 8 * row.replicas)
+        cluster, times = layer_cluster(), []
+        for once in (True, False):
+            options = PlanOptions(bucket_bytes=2 << 30, once_per_domain=once, relay="never")
+            plan = plan_refit(source, sink, (LAYER,), domains, options)
+            predicted = predict(plan, cluster, senders=ranks[0], receivers=ranks[1], overlap=False)
+            times.append(1e3 * predicted.seconds)
+            if once:
+                bound = 1e3 * lower_bound(plan, cluster, source, ranks[0]).seconds
+        yield LayerResult(row, times[0], times[1], bound)
+
+
+def layer_case(replicas: int) -> tuple[SideDescription, SideDescription, tuple[tuple[int, ...], ...]]:
+    """Both sides and the domains of the layer table: EP16 in one domain, ``replicas`` times TP8 in another."""
+    experts, width, hidden = LAYER.shape
+    sources = [Cell(Region((16 * e, 0, 0), (16 * e + 16, width, hidden)), (e,)) for e in range(experts // 16)]
+    part = width // 8
+    sinks = [Cell(Region((0, part * t, 0), (experts, part * t + part, hidden)),
+                  tuple(16 + t + 8 * r for r in range(replicas))) for t in range(8)]  # fmt: skip
+    sides = [SideDescription((Layout(LAYER.shape, tuple(cells)),), (Entry(LAYER.name, LAYER.dtype, 0),))
+             for cells in (sources, sinks)]  # fmt: skip
+    return sides[0], sides[1], (tuple(range(16)), tuple(range(16, 16 + 8 * replicas)))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelResult:
+    """Predicted seconds of a whole refit, and its bound."""
+
+    row: ModelRow
+    broadcast: float
+    reshard: float
+    bound: float
+
+
+def model_results() -> Iterator[ModelResult]:
+    """Predictions for the rows of the whole-model table: ``nccl_reshard`` with scope ``ffn`` as this package runs it,
+    and gather-and-broadcast from a single root."""
+    for row in MODEL_ROWS:
+        training, generation = read_layout(row.train, Training, "--train"), read_layout(row.gen, Generation, "--gen")
+        job = Job(load_model(row.model), training, generation, CLUSTERS[row.cluster])
+        ours = study(job, ("ffn",), broadcast=False)
+        single = study(replace(job, options=PlanOptions(broadcast_root="single")), ())
+        yield ModelResult(row, single.main.prediction.seconds, ours.main.prediction.seconds, ours.bound.seconds)
+
+
+def print_reference(console: Console | None = None) -> None:
+    """Print both tables."""
+    console = console or Console()
+    layers = Table(title="One layer [256, 2048, 7168] bf16, EP16 to TP8, in milliseconds", title_justify="left")
+    for head in ("replicas", "hierarchical: public", "predicted", "deviation", "flat: public", "predicted", "deviation",
+                 "bound: public", "computed"):  # fmt: skip
+        layers.add_column(head, justify="right")
+    for r in layer_results():
+        layers.add_row(
+            str(r.row.replicas), f"{r.row.hierarchical:.2f}", f"{r.hierarchical:.2f}",
+            _deviation(r.hierarchical, r.row.hierarchical), f"{r.row.flat:.2f}", f"{r.flat:.2f}",
+            _deviation(r.flat, r.row.flat), f"{r.row.bound:.2f}", f"{r.bound:.2f}",
+        )  # fmt: skip
+    console.print(layers)
+    models = Table(title="Whole models", title_justify="left")
+    for head in ("model", "layouts", "cluster", "bound", "reshard: public", "predicted", "deviation",
+                 "broadcast: public", "predicted", "deviation"):  # fmt: skip
+        models.add_column(head, justify="left" if head in ("model", "layouts", "cluster") else "right")
+    for m in model_results():
+        row = m.row
+        models.add_row(
+            row.model, f"{row.train} -> {row.gen}" + (f" ({row.note})" if row.note else ""), row.cluster,
+            seconds(m.bound), f"{row.reshard:.1f} s", seconds(m.reshard), _deviation(m.reshard, row.reshard),
+            f"{row.broadcast:.1f} s" if row.broadcast else "-", seconds(m.broadcast),
+            _deviation(m.broadcast, row.broadcast) if row.broadcast else "-",
+        )  # fmt: skip
+    console.print(models)
+
+
+def _deviation(predicted: float, public: float) -> str:
+    return f"{predicted / public - 1:+.0%}"

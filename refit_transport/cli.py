@@ -6,6 +6,7 @@ import argparse
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Protocol
@@ -83,8 +84,12 @@ def _parser(wanted: str | None, module: Command | None) -> argparse.ArgumentPars
 
 
 def _explains_itself(error: Exception) -> bool:
-    """This package's own errors say what to do; anything else is a bug, whose traceback is wanted."""
-    return type(error).__module__.split(".")[0] == __name__.split(".")[0]
+    """Errors of this package, and values that it refused, say what to do. Anything else is a bug: show where."""
+    package = __name__.split(".")[0]
+    if type(error).__module__.split(".")[0] == package:
+        return True
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return isinstance(error, ValueError) and frames[-1][0].f_globals.get("__name__", "").split(".")[0] == package
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every test gets: one thread, no network, no usage reports; and tests skipped where their machine lacks something."""
+"""What every test gets: one thread, no network, no usage reports; and which tests cannot run on this machine."""
 
 from __future__ import annotations
 

@@ -8,13 +8,8 @@ from typing import Any
 
 from refit_transport.config.foreign import FOREIGN, foreign_prefix, is_inert
 from refit_transport.config.key import DOCUMENT, REQUIRED, Key, anchor_id
-from refit_transport.config.keys import all_keys
+from refit_transport.config.keys import SECTION_PATHS, all_keys
 from refit_transport.config.violation import Violation
-
-_SECTIONS = frozenset(
-    ".".join(parts[:length]) for path in all_keys() for parts in [path.split(".")] for length in range(1, len(parts))
-)
-"""Paths that lead to keys without being one."""
 
 
 def check_keys(config: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[Violation]:
@@ -34,7 +29,7 @@ def nearest_key(path: str) -> str | None:
     """The known key that somebody who wrote ``path`` most likely meant: same name elsewhere, else similar spelling."""
     leaf = path.rpartition(".")[2]
     same_leaf = [key for key in all_keys() if key.rpartition(".")[2] == leaf]
-    near = get_close_matches(path, [*all_keys(), *_SECTIONS], n=1, cutoff=0.8)
+    near = get_close_matches(path, [*all_keys(), *SECTION_PATHS], n=1, cutoff=0.8)
     near = near or get_close_matches(path, same_leaf, n=1, cutoff=0.4)
     return near[0] if near else None
 
@@ -46,7 +41,7 @@ def _walk(node: Mapping[str, Any], prefix: str, origins: Mapping[str, str]) -> I
         key = all_keys().get(path)
         if key is not None:
             yield from _check_value(key, value, where)
-        elif path in _SECTIONS:
+        elif path in SECTION_PATHS:
             if isinstance(value, Mapping):
                 yield from _walk(value, path, origins)
             else:

@@ -8,7 +8,6 @@ FOREIGN: dict[str, str] = {
     "policy.sequence_packing": "batches are padded, not packed",
     "policy.dynamic_batching": "micro-batches have a fixed number of sequences; set policy.train_micro_batch_size",
     "policy.draft": "draft models are not trained",
-    "policy.logprob_chunk_size": "lower policy.logprob_batch_size to save memory",
     "policy.offload_optimizer_for_logprob": "trainer and engine do not share GPUs, so nothing is offloaded",
     "policy.refit_buffer_size_gb": "set policy.generation.refit_cfg.<transport>.bucket_bytes",
     "policy.reward_model_cfg": "reward models are not trained",
@@ -53,7 +52,7 @@ FOREIGN: dict[str, str] = {
     "logger.tensorboard": "set logger.log_dir",
     "logger.monitor_gpus": "GPU use is not logged",
     "logger.gpu_monitoring": "GPU use is not logged",
-    "checkpointing.checkpoint_must_save_by": "set checkpointing.save_period",
+    "checkpointing.save_optimizer": "the optimizer is part of every checkpoint",
 }
 """Path, or prefix of paths, to what to know instead."""
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from refit_transport.config.key import REQUIRED
-from refit_transport.config.keys import ALGORITHM_SECTIONS, all_keys
+from refit_transport.config.keys import ALGORITHM_SECTIONS, SECTION_PATHS, all_keys
 
 COMMAND_LINE = "command line"
 
@@ -44,9 +44,12 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
         key, value = _parse_override(override)
         OmegaConf.update(merged, key, value, merge=True, force_add=True)
         origins.update(dict.fromkeys((key, *leaves(value, key)), COMMAND_LINE))
-    config = OmegaConf.merge(schema_defaults(algorithms(merged)), merged)
-    assert isinstance(config, DictConfig)
-    return Loaded(_resolve(config, str(path)), origins)
+    chosen = algorithms(merged)
+    replaced = _take_replaced_sections(merged)
+    config = _resolve(OmegaConf.merge(schema_defaults(chosen), merged), str(path))
+    for key, value in replaced.items():
+        OmegaConf.update(config, key, value, merge=False)
+    return Loaded(config, origins)
 
 
 def save_resolved(config: DictConfig, folder: str | Path) -> Path:
@@ -140,7 +143,21 @@ def _parse_override(text: str) -> tuple[str, object]:
         raise ConfigError(f"override {text!r}: {' '.join(str(error).split())}") from None
 
 
-def _resolve(config: DictConfig, path: str) -> DictConfig:
+def _take_replaced_sections(merged: DictConfig) -> dict[str, object]:
+    """Remove sections that were set to something else than a mapping, and return what they were set to. Others point
+    into them, so they keep their defaults until all else is resolved. An empty section (null) means its defaults."""
+    replaced = {}
+    for path in SECTION_PATHS:
+        parent, _, leaf = path.rpartition(".")
+        holder = OmegaConf.select(merged, parent) if parent else merged
+        if isinstance(holder, DictConfig) and leaf in holder and not isinstance(holder[leaf], DictConfig):
+            value = holder.pop(leaf)
+            if value is not None:
+                replaced[path] = value
+    return replaced
+
+
+def _resolve(config: DictConfig | ListConfig, path: str) -> DictConfig:
     """Interpolations replaced by what they point at, numbers turned into their key's type."""
     try:
         resolved = OmegaConf.to_container(config, resolve=True)

@@ -83,11 +83,8 @@ def _trainer_fills_its_ranks(setup: Setup) -> Found:
             (f"{MEGATRON}.expert_model_parallel_size", expert * pipeline, "expert x expert-tensor x pipeline"),
         )
     else:
-        replicas, expert = setup.get(f"{DTENSOR}.dp_replicate_size"), setup.get(f"{DTENSOR}.expert_parallel_size")
-        sizes = (
-            (setup.tensor_parallel_key, setup.tensor_parallel * replicas, "tensor x replicas"),
-            (f"{DTENSOR}.expert_parallel_size", expert * replicas, "expert x replicas"),
-        )
+        replicas = setup.get(f"{DTENSOR}.dp_replicate_size")
+        sizes = ((setup.tensor_parallel_key, setup.tensor_parallel * replicas, "tensor x replicas"),)
     for key, product, words in sizes:
         if ranks % product:
             yield Violation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,7 @@ from refit_transport.config.violation import Violation
 
 Found = Iterator[Violation]
 BATCHES = f"{DOCUMENT}#batches"
+LOSS = f"{DOCUMENT}#loss"
 
 
 def training_rules(setup: Setup) -> Found:
@@ -63,7 +65,40 @@ def _loss_options_agree(setup: Setup) -> Found:
     except ValueError as error:
         for line in str(error).splitlines():
             key, _, words = line.partition(": ")
-            yield Violation(key, setup.get(key), words, f"{DOCUMENT}#loss")
+            yield Violation(key, setup.get(key), words, LOSS)
+
+
+def _loop_options_agree(setup: Setup) -> Found:
+    name = setup.algorithm
+    loop, loss = setup.get(name), setup.get("loss_fn")
+    estimator = loop["adv_estimator"]["name"]
+    if loop.get("batch_multiplier", 1) != 1 and not loop["use_dynamic_sampling"]:
+        yield Violation(f"{name}.batch_multiplier", loop["batch_multiplier"], "1 without use_dynamic_sampling", BATCHES)
+    metric, threshold = loop["stop_at_validation_metric"], loop["stop_at_validation_threshold"]
+    if (metric is None) != (threshold is None):
+        key = "threshold" if threshold is None else "metric"
+        yield Violation(f"{name}.stop_at_validation_{key}", None, "set, since its counterpart is", BATCHES)
+    if loss["use_kl_in_reward"] and estimator not in ("reinforce_plus_plus", "gae"):
+        words = f"false with adv_estimator.name {estimator}; reinforce_plus_plus and gae have token rewards"
+        yield Violation("loss_fn.use_kl_in_reward", True, words, LOSS)
+    if loss["reference_policy_kl_penalty"] and loop["skip_reference_policy_logprobs_calculation"]:
+        words = f"false, or loss_fn.reference_policy_kl_penalty: 0 (found {loss['reference_policy_kl_penalty']:g})"
+        yield Violation(f"{name}.skip_reference_policy_logprobs_calculation", True, words, LOSS)
+
+
+def _scaling_has_a_range(setup: Setup) -> Found:
+    prefix = f"{setup.algorithm}.reward_scaling"
+    scaling = setup.get(prefix)
+    if scaling["enabled"] and scaling["source_max"] <= scaling["source_min"]:
+        words = f"above source_min, {scaling['source_min']:g}"
+        yield Violation(f"{prefix}.source_max", scaling["source_max"], words, BATCHES)
+
+
+def _save_deadline_is_a_time(setup: Setup) -> Found:
+    key = "checkpointing.checkpoint_must_save_by"
+    deadline = setup.get(key)
+    if deadline is not None and not re.fullmatch(r"\d+(:\d\d){3}", deadline):
+        yield Violation(key, deadline, "null or DD:HH:MM:SS", f"{DOCUMENT}#checkpointing")
 
 
 def _data_is_there(setup: Setup) -> Found:
@@ -104,6 +139,9 @@ _RULES: tuple[Callable[[Setup], Found], ...] = (
     _lengths_fit,
     _leave_one_out_needs_company,
     _loss_options_agree,
+    _loop_options_agree,
+    _scaling_has_a_range,
+    _save_deadline_is_a_time,
     _data_is_there,
     _reward_can_be_imported,
     _port_ranges_hold_something,

@@ -96,6 +96,6 @@ class Setup:
 
     @property
     def data_parallel(self) -> int:
-        """Data-parallel ranks of the trainer, 0 when the layout does not divide."""
-        ranks = self.train_ranks
+        """Data-parallel ranks of the trainer, 0 when the layout is incomplete or does not divide."""
+        ranks = self.train_ranks if self.generation_ranks else 0
         return ranks // self.model_parallel if ranks > 0 and ranks % self.model_parallel == 0 else 0

@@ -132,12 +132,40 @@ UNSUPPORTED = (
         _has_experts_without_cpu_kernel,
     ),
     Unsupported(
-        "warm-start",
-        "`policy.warm_start` with a model that is not built in",
-        "the warm start trains a random model on the built-in task's answers",
-        "policy.warm_start.enabled",
-        "false, or a policy.model_name that starts with tiny/",
-        lambda s: s.get("policy.warm_start.enabled") and not str(s.get("policy.model_name")).startswith("tiny/"),
+        "hsdp-with-tensor-parallel",
+        "DTensor trainer with replicas (HSDP) and tensor parallelism",
+        "transformers shards over one data-parallel dimension beside the tensor-parallel one",
+        "policy.dtensor_cfg.dp_replicate_size",
+        "1 with policy.dtensor_cfg.tensor_parallel_size above 1",
+        lambda s: (
+            s.trainer == "dtensor" and s.tensor_parallel > 1 and s.get("policy.dtensor_cfg.dp_replicate_size") > 1
+        ),
+    ),
+    Unsupported(
+        "expert-parallel-size",
+        "DTensor trainer whose expert-parallel size is neither 1 nor the tensor-parallel size",
+        "the ranks of an expert group see the same tokens",
+        "policy.dtensor_cfg.expert_parallel_size",
+        "1 or policy.dtensor_cfg.tensor_parallel_size",
+        lambda s: (
+            s.trainer == "dtensor" and s.get("policy.dtensor_cfg.expert_parallel_size") not in (1, s.tensor_parallel)
+        ),
+    ),
+    Unsupported(
+        "float16-with-tensor-parallel",
+        "DTensor trainer in `float16` with tensor parallelism",
+        "transformers has no mixed precision of that kind",
+        "policy.precision",
+        "bfloat16 or float32 with policy.dtensor_cfg.tensor_parallel_size above 1",
+        lambda s: s.trainer == "dtensor" and s.tensor_parallel > 1 and s.get("policy.precision") == "float16",
+    ),
+    Unsupported(
+        "value-head-with-tensor-parallel",
+        "a value model with tensor parallelism",
+        "the scalar head is not part of transformers' tensor-parallel plan",
+        "value.dtensor_cfg.tensor_parallel_size",
+        "1",
+        lambda s: s.algorithm == "ppo" and s.get("value.dtensor_cfg.tensor_parallel_size") > 1,
     ),
 )
 

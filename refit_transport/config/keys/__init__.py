@@ -7,12 +7,12 @@ from functools import cache
 from refit_transport.config.key import Key, Section
 from refit_transport.config.keys.algorithm import GRPO, LOSS, PPO, VALUE_LOSS
 from refit_transport.config.keys.generation import GENERATION, REFIT, VLLM
-from refit_transport.config.keys.policy import DTENSOR, MEGATRON, POLICY, VALUE, WARM_START
+from refit_transport.config.keys.policy import DTENSOR, MEGATRON, POLICY, TINY_MODEL, VALUE
 from refit_transport.config.keys.run import CHECKPOINTING, CLUSTER, DATA, ENV, LOGGER
 
 SECTIONS: tuple[Section, ...] = (
     POLICY,
-    WARM_START,
+    TINY_MODEL,
     DTENSOR,
     MEGATRON,
     GENERATION,
@@ -38,3 +38,14 @@ ALGORITHM_SECTIONS = {"grpo": ("grpo",), "ppo": ("ppo", "value", "value_loss_fn"
 def all_keys() -> dict[str, Key]:
     """Path to key, in the order of the documentation."""
     return {key.path: key for part in SECTIONS for key in part.keys}
+
+
+SECTION_PATHS = tuple(
+    dict.fromkeys(
+        ".".join(parts[:length])
+        for path in all_keys()
+        for parts in [path.split(".")]
+        for length in range(1, len(parts))
+    )
+)
+"""Paths that lead to keys without being one, parents before what they hold."""

@@ -31,6 +31,13 @@ POLICY = section(
         "Sequences per forward pass when log-probabilities are computed.",
         minimum=1,
     ),
+    Key(
+        "logprob_chunk_size",
+        int,
+        None,
+        "Tokens whose log-probabilities are computed at once; null computes all of a batch's.",
+        minimum=1,
+    ),
     Key("max_total_sequence_length", int, 512, "Longest prompt plus answer, in tokens.", minimum=2),
     Key("precision", str, "bfloat16", "dtype of the forward pass.", choices=PRECISIONS),
     Key(
@@ -57,16 +64,13 @@ POLICY = section(
     ),
 )
 
-WARM_START = section(
-    "policy.warm_start",
-    "Warm start of a built-in tiny model",
-    "A short supervised phase on the built-in task, so that a random model has something to reinforce. It is run once "
-    "and kept beside the model.",
-    Key("enabled", bool, False, "Train a built-in tiny model on answers before the first step."),
-    Key("steps", int, 25, "Optimizer steps.", minimum=1),
-    Key("batch_size", int, 128, "Sequences per step.", minimum=1),
-    Key("lr", float, 2e-3, "Learning rate after ten steps of linear warm-up.", above=0),
-    Key("seed", int, 0, "Seed of the model's weights and of the examples.", minimum=0),
+TINY_MODEL = section(
+    "policy.tiny_model",
+    "Built-in tiny models",
+    "How a `tiny/...` model is made. A short supervised phase on the built-in task gives a random model something to "
+    "reinforce. The result is kept, and made again only when these keys change.",
+    Key("seed", int, 0, "Seed of the weights and of the examples.", minimum=0),
+    Key("warm_start_steps", int, 25, "Supervised steps; 0 keeps the random weights.", minimum=0),
 )
 
 
@@ -78,7 +82,9 @@ def _dtensor(prefix: str) -> Section:
         "the other dimensions leave.",
         Key("enabled", bool, True, "Use this trainer."),
         Key("tensor_parallel_size", int, 1, "Tensor-parallel ranks.", minimum=1),
-        Key("expert_parallel_size", int, 1, "Ranks over which experts are spread.", minimum=1),
+        Key(
+            "expert_parallel_size", int, 1, "1, or the tensor-parallel size: experts spread over its ranks.", minimum=1
+        ),
         Key("dp_replicate_size", int, 1, "Replicas of the sharded model (HSDP).", minimum=1),
         Key("activation_checkpointing", bool, False, "Recompute activations in the backward pass."),
         Key("cpu_offload", bool, False, "Keep parameters in host memory between uses."),

@@ -1,0 +1,125 @@
+"""The command: fast to start, short about mistakes, silent about nothing."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from refit_transport import cli
+
+BASE = "recipes/grpo-reverse-digits-1n4r-fsdp2-tp2.yaml"
+
+
+@pytest.fixture(autouse=True)
+def _in_repository(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(repository)
+
+
+def test_help_starts_fast_and_imports_nothing_heavy(repository: Path) -> None:
+    script = (
+        "import sys; from refit_transport.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print('HEAVY', sorted({'torch', 'vllm', 'ray', 'numpy', 'omegaconf'} & set(sys.modules)))"
+    )
+    seconds = []
+    for _ in range(3):  # the fastest of three: other processes share this machine
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=repository, capture_output=True, text=True, check=True
+        )
+        seconds.append(time.perf_counter() - start)
+    assert "HEAVY []" in done.stdout
+    assert all(command in done.stdout for command in cli.COMMANDS)
+    assert min(seconds) < 0.5
+
+
+def test_five_mistakes_print_five_lines_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    mistakes = [
+        "policy.generation.refit_transport=nccl",
+        "policy.generation.colocated.enabled=true",
+        "grpo.steps=3",
+        "policy.generation.vllm_cfg.tensor_parallel_size=3",
+        "loss_fn.reference_policy_kl_type=k4",
+    ]
+    assert cli.main(["grpo", "--config", BASE, *mistakes]) == cli.EXIT_USAGE
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 5
+    assert {line.split(":")[0] for line in lines} == {mistake.split("=")[0] for mistake in mistakes}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["validate", "nosuch.yaml"], "no such configuration: nosuch.yaml"),
+        (["validate", BASE, "grpo.seed"], "not of the form key=value"),
+        (["grpo", "--config", "nosuch.yaml"], "no such configuration"),
+        (["ppo", "--config", BASE], "a recipe of ppo"),
+        (["classify", "nosuch"], "nosuch"),
+    ],
+)
+def test_mistakes_are_one_line_with_code_two(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == cli.EXIT_USAGE
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert len(shown.splitlines()) == 1
+
+
+def test_an_error_that_does_not_explain_itself_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    import refit_transport.cli_transports as command
+
+    monkeypatch.setattr(command, "run", lambda args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["transports"])
+
+
+def test_validate_says_what_would_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["validate", BASE]) == 0
+    assert "2 dtensor trainer ranks -> 1 engine(s) of 2 ranks" in capsys.readouterr().out
+
+
+def test_validate_prints_the_resolved_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["validate", BASE, "--resolved"]) == 0
+    assert "refit_transport: nccl_reshard" in capsys.readouterr().out
+
+
+def test_classify_totals_a_model_by_path(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["classify", "tiny/qwen3-moe"]) == 0
+    shown = capsys.readouterr().out
+    assert "reshard    expert" in shown
+    assert "broadcast  router" in shown
+
+
+def test_classify_reads_the_headers_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    header = {
+        "__metadata__": {"format": "pt"},
+        "model.embed_tokens.weight": {"dtype": "BF16", "shape": [10, 4], "data_offsets": [0, 80]},
+        "model.layers.0.mlp.up_proj.weight": {"dtype": "F8_E4M3", "shape": [8, 4], "data_offsets": [80, 112]},
+        "model.layers.0.mlp.down_proj.weight": {"dtype": "F8_E4M3", "shape": [4, 8], "data_offsets": [112, 144]},
+    }
+    encoded = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded)
+    assert cli.main(["classify", str(tmp_path), "--names"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "reshard    model.layers.0.mlp.up_proj.weight  8x4 float8_e4m3fn  dense" in lines[2]
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\x10")
+    assert cli.main(["classify", str(tmp_path)]) == cli.EXIT_USAGE
+    assert "model.safetensors has no readable safetensors header" in capsys.readouterr().err
+
+
+def test_transports_lists_what_can_be_selected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["transports"]) == 0
+    shown = capsys.readouterr().out
+    assert "nccl_reshard" in shown
+    assert "what null means" in shown

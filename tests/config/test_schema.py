@@ -1,0 +1,67 @@
+"""The schema agrees with itself, with the documentation made from it, and with the models it describes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from refit_transport.config.document import configuration_page
+from refit_transport.config.foreign import FOREIGN
+from refit_transport.config.key import REQUIRED
+from refit_transport.config.keys import all_keys
+from refit_transport.config.load import schema_defaults
+from refit_transport.config.support import FAMILIES, UNSUPPORTED, support_matrix
+from refit_transport.config.tiny_models import TINY_MODELS
+
+
+@pytest.mark.parametrize("path", all_keys())
+def test_every_default_is_allowed(path: str) -> None:
+    key = all_keys()[path]
+    if key.default == REQUIRED:
+        return
+    defaults = schema_defaults(("grpo", "ppo"))
+    OmegaConf.update(defaults, "policy.model_name", "tiny/qwen3")
+    value = OmegaConf.select(defaults, path)
+    plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    assert key.accepts(key.coerce(plain))
+
+
+def test_no_key_is_both_known_and_foreign() -> None:
+    assert not {path for path in all_keys() for prefix in FOREIGN if path == prefix or path.startswith(f"{prefix}.")}
+
+
+def test_the_configuration_page_is_current(repository: Path) -> None:
+    written = (repository / "docs/configuration.md").read_text()
+    assert written == configuration_page(), "run: python -m refit_transport.config.document docs/configuration.md"
+
+
+def test_every_link_into_the_page_leads_somewhere() -> None:
+    page = configuration_page()
+    anchors = set(re.findall(r'id="([^"]+)"', page))
+    anchors |= {line.lstrip("# ").lower().replace(" ", "-") for line in page.splitlines() if line.startswith("#")}
+    wanted = {key.anchor for key in all_keys().values()} | {row.anchor for row in UNSUPPORTED}
+    wanted |= {
+        f"docs/configuration.md#{name}" for name in ("layouts", "batches", "loss", "not-supported", "data", "env")
+    }
+    assert {anchor.partition("#")[2] for anchor in wanted} <= anchors
+
+
+def test_the_support_matrix_is_made_of_what_validation_refuses() -> None:
+    matrix = support_matrix()
+    assert all(row.combination in matrix for row in UNSUPPORTED)
+    assert all(family.name in matrix for family in FAMILIES)
+    assert "| Megatron | PPO | vLLM | [no](#ppo-megatron)" in matrix
+    assert "| DTensor | GRPO | vLLM | yes | yes | yes |" in matrix
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_built_in_models_are_described_as_they_are_made(name: str) -> None:
+    tiny_model = pytest.importorskip("refit_transport.rl.tasks.tiny_model")
+    made = {**tiny_model.SHAPE, **(tiny_model.MOE_SHAPE if "moe" in name else {})}
+    described = TINY_MODELS[name]
+    shared = set(made) & set(described)
+    assert len(shared) >= 8
+    assert {key: described[key] for key in shared} == {key: made[key] for key in shared}

@@ -1,0 +1,245 @@
+"""Every mistake is one line, all of them at once, before anything heavy is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from refit_transport.config import Cluster, Violation, read_config, validate
+
+RECIPES = sorted(path.name for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+BASE = "recipes/grpo-reverse-digits-1n4r-fsdp2-tp2.yaml"
+GENERATION = "policy.generation"
+RESHARD = f"{GENERATION}.refit_cfg.nccl_reshard"
+VLLM = f"{GENERATION}.vllm_cfg"
+
+
+@pytest.fixture(autouse=True)
+def _in_repository(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(repository)
+
+
+def violations(*overrides: str, recipe: str = BASE, cluster: Cluster | None = None) -> list[Violation]:
+    loaded = read_config(recipe, overrides)
+    return validate(loaded.config, cluster, loaded.origins)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_are_valid(recipe: str) -> None:
+    assert violations(recipe=f"recipes/{recipe}") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "allowed"),
+    [
+        # Names.
+        (["policy.precission=float32"], "policy.precission", "did you mean policy.precision?"),
+        (["polcy.precision=float32"], "polcy", "did you mean policy?"),
+        (
+            ["policy.generation.tensor_parallel_size=2"],
+            f"{GENERATION}.tensor_parallel_size",
+            f"mean {VLLM}.tensor_para",
+        ),
+        (
+            ["grpo.adv_estimator.normalise_rewards=1"],
+            "grpo.adv_estimator.normalise_rewards",
+            "did you mean grpo.adv_estimator.norm",
+        ),
+        (["zebra=1"], "zebra", "no such key"),
+        # Types and values.
+        (["grpo.max_num_steps=many"], "grpo.max_num_steps", "integer >= 0"),
+        (["grpo.max_num_steps=1.5"], "grpo.max_num_steps", "integer >= 0"),
+        (["policy.train_micro_batch_size=true"], "policy.train_micro_batch_size", "integer >= 1"),
+        (["grpo.normalize_rewards=1"], "grpo.normalize_rewards", "true, false"),
+        (["policy.precision=float8"], "policy.precision", "bfloat16, float32, float16"),
+        (["policy.precision=null"], "policy.precision", "bfloat16, float32, float16"),
+        (["policy.model_name=null"], "policy.model_name", "required"),
+        (["policy=3"], "policy", "mapping"),
+        (["policy.generation.vllm_cfg=tp2"], VLLM, "mapping"),
+        ([f"{GENERATION}.backend=sglang"], f"{GENERATION}.backend", "vllm"),
+        ([f"{RESHARD}.scope=experts"], f"{RESHARD}.scope", "ffn, all"),
+        ([f"{RESHARD}.bucket_bytes=1"], f"{RESHARD}.bucket_bytes", "integer >= 4096"),
+        ([f"{RESHARD}.timeout_s=0"], f"{RESHARD}.timeout_s", "number > 0"),
+        ([f"{GENERATION}.top_p=1.5"], f"{GENERATION}.top_p", "number > 0 and <= 1"),
+        (["loss_fn.ratio_clip_c=0.5"], "loss_fn.ratio_clip_c", "number > 1 or null"),
+        # Keys of other frameworks.
+        (["policy.sequence_packing.enabled=true"], "policy.sequence_packing", "not supported"),
+        (["policy.dtensor_cfg.context_parallel_size=2"], "policy.dtensor_cfg.context_parallel_size", "not supported"),
+        (["grpo.async_grpo.enabled=true"], "grpo.async_grpo", "not supported"),
+        (["logger.wandb_enabled=true"], "logger.wandb_enabled", "not supported"),
+        # Combinations.
+        ([f"{GENERATION}.colocated.enabled=true"], f"{GENERATION}.colocated.enabled", "false"),
+        ([f"{GENERATION}.refit_transport=m2n"], f"{GENERATION}.refit_transport", "nccl_reshard"),
+        ([f"{GENERATION}.refit_transport=no_module:X"], f"{GENERATION}.refit_transport", "No module named 'no_module'"),
+        ([f"{RESHARD}.wire=nccl"], f"{RESHARD}.wire", "auto, tcp or gloo"),
+        ([f"{RESHARD}.domains=segment"], f"{RESHARD}.domains", "cluster.segment_size"),
+        (["policy.megatron_cfg.enabled=true"], "policy.dtensor_cfg.enabled", "false"),
+        (["policy.dtensor_cfg.enabled=false"], "policy.dtensor_cfg.enabled", "true"),
+        (["ppo={}"], "grpo", "exactly one section of grpo, ppo"),
+        # Layouts.
+        (
+            [f"{VLLM}.tensor_parallel_size=3"],
+            f"{VLLM}.tensor_parallel_size",
+            "a divisor of the model's 4 attention heads",
+        ),
+        ([f"{VLLM}.expert_parallel_size=3"], f"{VLLM}.expert_parallel_size", "a multiple of tensor_parallel_size 2"),
+        ([f"{VLLM}.expert_parallel_size=2"], f"{VLLM}.expert_parallel_size", "has no experts"),
+        ([f"{VLLM}.pipeline_parallel_size=2"], f"{VLLM}.tensor_parallel_size", "divide the 2 that generate"),
+        (
+            ["policy.dtensor_cfg.dp_replicate_size=3"],
+            "policy.dtensor_cfg.tensor_parallel_size",
+            "the 2 ranks that train",
+        ),
+        (["cluster.gpus_per_node=2"], f"{GENERATION}.colocated.resources.gpus_per_node", "leaves 0 of 2 to train"),
+        (
+            [f"{GENERATION}.colocated.resources.gpus_per_node=null"],
+            f"{GENERATION}.colocated.resources.gpus_per_node",
+            "how much of the cluster's 4 ranks generates",
+        ),
+        # Batches and loss.
+        (["policy.train_global_batch_size=96"], "policy.train_global_batch_size", "256 answers"),
+        (["policy.train_micro_batch_size=24"], "policy.train_global_batch_size", "a multiple of 48"),
+        ([f"{VLLM}.max_model_len=8"], f"{VLLM}.max_model_len", "at least"),
+        (
+            ["loss_fn.sequence_level_importance_ratios=true"],
+            "loss_fn.sequence_level_importance_ratios",
+            "token_level_loss",
+        ),
+        (["loss_fn.truncated_importance_sampling_type=tis"], "loss_fn.truncated_importance_sampling_ratio", "above 0"),
+        (["loss_fn.use_kl_in_reward=true"], "loss_fn.use_kl_in_reward", "reinforce_plus_plus"),
+        (["grpo.stop_at_validation_metric=accuracy"], "grpo.stop_at_validation_threshold", "set"),
+        # Data.
+        (["data.dataset_name=jsonl"], "data.train_path", "a JSONL file"),
+        (["data.val_path=/no/such.jsonl"], "data.val_path", "an existing JSONL file"),
+        (["env.reward=nosuchmodule:reward"], "env.reward", "module:function"),
+    ],
+)
+def test_a_mistake_is_named_with_what_is_allowed(overrides: list[str], key: str, allowed: str) -> None:
+    found = {violation.key: violation for violation in violations(*overrides)}
+    assert key in found
+    assert allowed in found[key].allowed
+    assert found[key].anchor.startswith("docs/configuration.md#") or "no such key" in found[key].allowed
+
+
+def test_five_mistakes_are_five_lines_with_where_they_were_made() -> None:
+    found = violations(
+        f"{GENERATION}.refit_transport=nccl_reshrad",
+        f"{GENERATION}.colocated.enabled=true",
+        "policy.precission=float32",
+        f"{VLLM}.tensor_parallel_size=3",
+        "policy.train_global_batch_size=60",
+    )
+    lines = [str(violation) for violation in found]
+    assert len(lines) == 5
+    assert all("\n" not in line and "(command line)" in line and "see docs/configuration.md#" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "inert", ["policy.sequence_packing.enabled=false", "logger.wandb_enabled=false", "policy.draft=null", "async_rl={}"]
+)
+def test_foreign_keys_that_are_switched_off_are_ignored(inert: str) -> None:
+    assert violations(inert) == []
+
+
+def test_more_ranks_than_the_cluster_has() -> None:
+    found = violations(cluster=Cluster(nodes=1, gpus_per_node=2))
+    assert [(v.key, v.found) for v in found] == [("cluster.gpus_per_node", 4)]
+    assert "at most 2" in found[0].allowed
+
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 999,
+    "moe_intermediate_size": 48,
+    "num_experts": 5,
+}
+MEGATRON = ("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true", "cluster.device=cuda")
+
+
+def sized(tmp_path: Path, config: dict, *overrides: str, ranks: int = 8, generate: int = 4) -> dict[str, str]:
+    """Layout violations of a model with ``config``, which has ``ranks`` ranks of which some generate."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    resources = f"{GENERATION}.colocated.resources.gpus_per_node={generate}"
+    named = [
+        f"policy.model_name={tmp_path}",
+        f"cluster.gpus_per_node={ranks}",
+        resources,
+        f"{VLLM}.tensor_parallel_size=1",
+    ]
+    return {v.key: v.allowed for v in violations(*named, *overrides) if v.anchor.endswith("#layouts")}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "allowed"),
+    [
+        ([], None, ""),  # the dense width of a model whose every layer has experts does not matter
+        ([f"{VLLM}.tensor_parallel_size=4"], None, ""),  # two key-value heads are replicated over four ranks
+        (["policy.dtensor_cfg.tensor_parallel_size=4"], "policy.dtensor_cfg.tensor_parallel_size", "2 key-value heads"),
+        (
+            ["policy.dtensor_cfg.tensor_parallel_size=2", "policy.dtensor_cfg.expert_parallel_size=2"],
+            "policy.dtensor_cfg.expert_parallel_size",
+            "5 experts",
+        ),
+        ([f"{VLLM}.expert_parallel_size=4"], None, ""),  # experts may be spread unevenly
+        ([*MEGATRON, "policy.megatron_cfg.tensor_model_parallel_size=4"], None, ""),
+        (
+            [*MEGATRON, "policy.megatron_cfg.pipeline_model_parallel_size=4"],
+            "policy.megatron_cfg.pipeline_model_parallel_size",
+            "4 equal stages or chunks have to divide 6 layers",
+        ),
+        (
+            [
+                *MEGATRON,
+                "policy.megatron_cfg.pipeline_model_parallel_size=4",
+                "policy.megatron_cfg.num_layers_in_first_pipeline_stage=1",
+                "policy.megatron_cfg.num_layers_in_last_pipeline_stage=1",
+            ],
+            None,
+            "",
+        ),
+        (
+            [*MEGATRON, "policy.megatron_cfg.expert_model_parallel_size=4"],
+            "policy.megatron_cfg.expert_model_parallel_size",
+            "5 experts",
+        ),
+        (
+            [*MEGATRON, "policy.megatron_cfg.expert_model_parallel_size=3"],
+            "policy.megatron_cfg.expert_model_parallel_size",
+            "the 4 ranks that train",
+        ),
+    ],
+)
+def test_sizes_are_those_of_the_model(tmp_path: Path, overrides: list[str], key: str | None, allowed: str) -> None:
+    found = sized(tmp_path, MOE, *overrides)
+    assert set(found) == ({key} if key else set())
+    assert allowed in found.get(key, "")
+
+
+def test_whole_nodes_are_given_to_generation_on_several_nodes() -> None:
+    overrides = ("cluster.num_nodes=3", f"{GENERATION}.colocated.resources.gpus_per_node=null")
+    found = violations(*overrides, "policy.train_micro_batch_size=8")
+    assert [v.key for v in found] == [f"{GENERATION}.colocated.resources.num_nodes"]
+    assert (
+        violations(*overrides, "policy.train_micro_batch_size=8", f"{GENERATION}.colocated.resources.num_nodes=1") == []
+    )
+
+
+def test_validation_imports_nothing_heavy_and_takes_less_than_two_seconds(repository: Path) -> None:
+    script = (
+        "import sys; from refit_transport.config import read_config, validate\n"
+        f"loaded = read_config({BASE!r}, ['policy.generation.vllm_cfg.tensor_parallel_size=3'])\n"
+        "assert validate(loaded.config)\n"
+        "print(','.join(sorted({'torch', 'vllm', 'ray', 'transformers'} & set(sys.modules))))"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+    assert time.perf_counter() - start < 2

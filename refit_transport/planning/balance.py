@@ -32,7 +32,10 @@ def fair_fractions(demand: Mapping[Candidates, float], rounds: int = 64) -> dict
     ranks = sorted({rank for candidates in demand for rank in candidates})
     index = {rank: i for i, rank in enumerate(ranks)}
     loads = np.zeros(len(ranks))
-    sets = sorted(demand, key=lambda candidates: (len(candidates), candidates))
+    for candidates, amount in demand.items():
+        if len(candidates) == 1:
+            loads[index[candidates[0]]] += amount
+    sets = sorted((c for c in demand if len(c) > 1), key=lambda candidates: (len(candidates), candidates))
     columns = {candidates: np.array([index[rank] for rank in candidates]) for candidates in sets}
     taken = {candidates: np.zeros(len(candidates)) for candidates in sets}
     tolerance = 1e-4 * sum(demand.values()) / max(len(ranks), 1)
@@ -48,10 +51,11 @@ def fair_fractions(demand: Mapping[Candidates, float], rounds: int = 64) -> dict
             moved = max(moved, float(np.abs(after - before).max()))
         if moved <= tolerance:
             break
-    return {
-        candidates: share / share.sum() if share.sum() > 0 else np.full(len(share), 1 / len(share))
-        for candidates, share in taken.items()
-    }
+    fractions = {candidates: np.ones(1) for candidates in demand if len(candidates) == 1}
+    for candidates, share in taken.items():
+        total = share.sum()
+        fractions[candidates] = share / total if total > 0 else np.full(len(share), 1 / len(share))
+    return fractions
 
 
 @dataclass(slots=True)

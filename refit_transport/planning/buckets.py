@@ -9,9 +9,12 @@ import numpy as np
 
 from refit_transport.layout.layout import ITEMSIZE
 
-from .plan import PlanError, PlanOptions, Slab
+from .plan import PlanOptions, Slab
 from .slabs import slab_rows
 from .transfers import Link, TransferTable
+
+SMALL = 64 << 10
+"""Bytes of one rank in one slab that do not set ranks apart when buckets are filled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,22 +124,46 @@ def _pack(
     limit: int,
     world: int,
 ) -> tuple[tuple[Slab, ...], ...]:
-    """Opens a new bucket whenever the next slab would take some rank over ``limit``."""
+    """Opens a new bucket whenever the next slab could take some rank over ``limit``."""
+    alike = _alike(loads, world)
+    costs = [[_cost_by_class(load, alike) for load in of_group] for of_group in loads]
     buckets: list[tuple[Slab, ...]] = []
     current: list[Slab] = []
-    staged = np.zeros(world, np.int64)
+    staged = np.zeros(int(alike.max(initial=0)) + 1, np.int64)
     for group, member, slab in order.tolist():
-        load = loads[group][slab]
-        after = staged[load.ranks] + load.nbytes
-        if len(after) and after.max() > limit:
-            if load.peak > limit:
-                raise PlanError(f"a slab of {load.peak} bytes does not fit into bucket_bytes {limit}")
+        ranks, nbytes = costs[group][slab]
+        after = staged[ranks] + nbytes
+        if current and len(after) and after.max() > limit:
             buckets.append(tuple(current))
             current = []
             staged[:] = 0
-            after = load.nbytes
-        staged[load.ranks] = after
+            after = nbytes
+        staged[ranks] = after
         current.append(Slab(group, member, *cuts[group][slab]))
     if current:
         buckets.append(tuple(current))
     return tuple(buckets)
+
+
+def _alike(loads: Sequence[Sequence[GroupLoad]], world: int) -> np.ndarray:
+    """int64 [world]: the class of each rank. Ranks of one class stage nearly the same in every slab, so the busiest of
+    them stands for all; there are far fewer classes than ranks."""
+    mark = np.zeros(world, np.uint64)
+    number = 1
+    for of_group in loads:
+        for load in of_group:
+            much = load.nbytes >= SMALL
+            level = (4 * np.log2(load.nbytes[much])).astype(np.uint64)
+            mark[load.ranks[much]] += level * np.uint64(number * 0x9E3779B97F4A7C15 % 2**64)
+            number += 1
+    return np.unique(mark, return_inverse=True)[1]
+
+
+def _cost_by_class(load: GroupLoad, alike: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Classes, and the most bytes that one rank of each stages."""
+    classes = alike[load.ranks]
+    order = np.argsort(classes, kind="stable")
+    classes = classes[order]
+    first = np.flatnonzero(np.r_[True, classes[1:] != classes[:-1]][: len(classes)])
+    most = np.maximum.reduceat(load.nbytes[order], first) if len(first) else load.nbytes
+    return classes[first], most

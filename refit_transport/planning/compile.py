@@ -15,6 +15,7 @@ from .slab_table import SlabTable
 from .transfers import Link, TransferTable
 
 SEND, RECV, LOCAL = range(3)
+LINKS = tuple(Link)
 
 
 def compile_program(plan: Plan, rank: int) -> Program:
@@ -174,7 +175,7 @@ def _lay_out(columns: _Columns) -> tuple[PieceTable, dict[int, _Messages]]:
         if kind == LOCAL:
             messages[bucket] = (sends, recvs, (first, last))
         else:
-            (sends if kind == SEND else recvs).append(Message(peer, hop, Link(link), size, first, last))
+            (sends if kind == SEND else recvs).append(Message(peer, hop, LINKS[link], size, first, last))
     table = PieceTable(
         parameter=columns.parameter.astype(np.int32),
         start=columns.start,

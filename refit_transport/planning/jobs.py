@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,7 @@ from .demand import Demand, Pattern, code, demand_of, pattern_of
 from .fabric import Fabric
 from .groups import GroupSpec
 from .plan import PlanError
-from .supply import Supply
+from .supply import Supply, own_copies
 
 ONE_CHAIN = 1
 NOBODY = -1
@@ -52,7 +52,7 @@ class Job:
         return self.spec.itemsize * len(self.spec.members)
 
     def sending(self) -> Iterator[tuple[int, dict[int, int]]]:
-        """(holder set, {copies: elements}) of everything that holders send out of their domain, or to the root."""
+        """(holder set, {copies: elements}) of what holders send out of their domain, or to the root."""
         for number, by_copies in self.demand.sending.items():
             if self.root is None:
                 yield number, by_copies
@@ -65,18 +65,47 @@ class Job:
         for position, (_, codes, atoms) in enumerate(self.demand.near):
             yield position, tuple(self.slot_ranks[[-c - 1 for c in codes]].tolist()), int(numel[atoms].sum())
 
-    def add_to(self, supply: Supply, relay: str) -> None:
+    def own_copies(self, shares: Mapping[Candidates, float], relay: str) -> dict[int, dict[int, int]]:
+        """``{holder set: {copies needed: copies that the holders (or the root) send themselves}}``."""
+        if self.root is not None:
+            return {
+                number: {copies: copies if relay == "never" else ONE_CHAIN for copies in by_copies}
+                for number, by_copies in self.demand.sending.items()
+            }
+        return {
+            number: {copies: own_copies(shares[self.holders[number]], copies) for copies in by_copies}
+            for number, by_copies in self.demand.sending.items()
+        }
+
+    def add_sent(self, supply: Supply, relay: str) -> None:
+        """Adds what this job's holders send to other domains."""
         for number, by_copies in self.sending():
             for copies, elements in by_copies.items():
                 supply.send(self.holders[number], copies, elements * self.weight)
-        for ranks, elements in zip(self.demand.receivers, self.demand.receiving):
-            supply.receive(ranks, elements * self.weight)
-        for _, holders, elements in self.lending():
-            supply.lend(holders, elements * self.weight)
         if self.root is not None:
             for by_copies in self.demand.sending.values():
                 for copies, elements in by_copies.items():
                     supply.send((self.root.rank,), copies if relay == "never" else ONE_CHAIN, elements * self.weight)
+
+    def add_received(self, supply: Supply, weight: int) -> None:
+        """Adds what is received if an element has ``weight`` bytes; the same ranks for all jobs of one key."""
+        for ranks, elements in zip(self.demand.receivers, self.demand.receiving):
+            supply.receive(ranks, elements * weight)
+        for _, holders, elements in self.lending():
+            supply.lend(holders, elements * weight)
+
+
+def total_supply(jobs: Sequence[Job], relay: str) -> Supply:
+    """What a whole plan sends and receives."""
+    supply = Supply()
+    weights: dict[tuple[object, ...], tuple[Job, int]] = {}
+    for job in jobs:
+        job.add_sent(supply, relay)
+        first, weight = weights.get(job.key, (job, 0))
+        weights[job.key] = first, weight + job.weight
+    for job, weight in weights.values():
+        job.add_received(supply, weight)
+    return supply
 
 
 @dataclass(slots=True)

@@ -12,10 +12,10 @@ from .buckets import Queue, fill_buckets, group_load
 from .digest import plan_digest
 from .fabric import Fabric
 from .groups import GroupSpec, group_entries, travel_order
-from .jobs import JobMaker
+from .jobs import JobMaker, total_supply
 from .plan import Plan, PlanError, PlanOptions, TransferGroup
 from .router import Router
-from .supply import Supply, choose_chains
+from .supply import own_shares
 from .transfers import TransferTable
 
 
@@ -59,15 +59,13 @@ def _route(
     """First adds up the whole plan, then cuts each group so that the sum is balanced."""
     maker = JobMaker(source, sink, fabric, options.broadcast_root == "single", parameters)
     jobs = [maker.make(spec) for spec in specs]
-    supply = Supply()
-    for job in jobs:
-        job.add_to(supply, options.relay)
-    chains = choose_chains(supply, options.relay)
+    supply = total_supply(jobs, options.relay)
+    shares = own_shares(supply, options.relay)
     router = Router(
         fabric,
         options,
-        chains,
-        senders=Ledger(fair_fractions(supply.sending(chains))),
+        shares,
+        senders=Ledger(fair_fractions(supply.sending(shares))),
         receivers=Ledger(fair_fractions(supply.receiving)),
         near=Ledger(fair_fractions(supply.near)),
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .demand import Demand
-from .stripes import RowAxis, Segments, owners_at, row_axis, segment, stripe_boxes, unite
+from .stripes import Dealer, RowAxis, Segments, owners_at, row_axis, stripe_boxes, unite
 
 Fractions = dict[int, np.ndarray]
 """By number of a set of several ranks: the fraction of the set's bytes that each rank takes."""
@@ -48,6 +48,28 @@ class Shares:
 
 
 _NONE = np.zeros(0)
+
+
+OwnCopies = dict[int, dict[int, int]]
+"""``{holder set: {copies needed: copies that the holders send themselves}}``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chains:
+    """How copies get from domain to domain: the first ones from the holders, each further one from a domain before."""
+
+    own: OwnCopies
+    turn: int
+    """Which target comes first, so that all take turns in relaying."""
+
+    def of_atoms(self, demand: Demand) -> np.ndarray:
+        """int64 [atoms]: the number of chains, that is of copies sent by the holders."""
+        copies = demand.copies
+        chains = np.ones(len(copies), np.int64)
+        for number, of_set in self.own.items():
+            for needed, sent in of_set.items():
+                chains[(demand.atoms.holders == number) & (copies == needed)] = sent
+        return chains
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,9 +133,8 @@ class Rows:
         )
 
 
-def route_demand(demand: Demand, shares: Shares, chains: int, itemsize: int, stripe_bytes: int) -> Template:
-    """``chains`` is the number of copies that the holders send themselves; further domains are served by domains that
-    already have one."""
+def route_demand(demand: Demand, shares: Shares, chains: Chains, itemsize: int, stripe_bytes: int) -> Template:
+    """The transfers that serve a demand."""
     rows = Rows(demand.atoms.start.shape[1])
     axis = row_axis(demand.atoms, shares.parts(demand), itemsize)
     for holder, rank, atoms in demand.local:
@@ -121,18 +142,13 @@ def route_demand(demand: Demand, shares: Shares, chains: int, itemsize: int, str
     for position, (needer, holders, atoms) in enumerate(demand.near):
         _route_near(rows, demand, axis, needer, holders, atoms, shares.near.get(position), stripe_bytes)
     source = source_segments(demand, axis, shares, stripe_bytes)
-    targets = [target_segments(demand, axis, target, shares, stripe_bytes) for target in range(demand.far.shape[1])]
-    if (demand.copies > chains).any():
-        start = unite([source, *targets])
-        Relay(rows, demand, axis, start).route(targets, chains, owners_at(source, start))
-    else:
-        for target, segments in enumerate(targets):
-            start = unite([source, segments])
-            Relay(rows, demand, axis, start).route_direct(target, segments, owners_at(source, start))
-    return rows.template(source.dealt, _dealt(targets))
+    targets = target_segments(demand, axis, shares, stripe_bytes)
+    relay = Relay(rows, demand, axis, unite([source, *targets]))
+    relay.route(targets, chains, owners_at(source, relay.start))
+    return rows.template(source.dealt, dealt_to(targets))
 
 
-def _dealt(targets: list[Segments]) -> dict[int, np.ndarray]:
+def dealt_to(targets: list[Segments]) -> Fractions:
     return {number: fractions for segments in targets for number, fractions in segments.dealt.items()}
 
 
@@ -147,19 +163,23 @@ def source_segments(demand: Demand, axis: RowAxis, shares: Shares, stripe_bytes:
         (index, np.flatnonzero(demand.atoms.holders == index), demand.holders[index], share)
         for index, share in shares.senders.items()
     ]
-    return segment(axis, first[demand.atoms.holders], classes, stripe_bytes)
+    return Dealer(axis, stripe_bytes).segment(first[demand.atoms.holders], classes)
 
 
-def target_segments(demand: Demand, axis: RowAxis, target: int, shares: Shares, stripe_bytes: int) -> Segments:
-    """Which rank of a target receives which rows; -1 for atoms that it does not need."""
-    need = demand.far[:, target]
+def target_segments(demand: Demand, axis: RowAxis, shares: Shares, stripe_bytes: int) -> list[Segments]:
+    """For each target, which of its ranks receives which rows; -1 for atoms that it does not need."""
     first = np.array([*(ranks[0] for ranks in demand.receivers), -1], np.int64)
-    classes = [
-        (index, np.flatnonzero(need == index), demand.receivers[index], shares.receivers[index])
-        for index in np.unique(need).tolist()
-        if index in shares.receivers
-    ]
-    return segment(axis, first[need], classes, stripe_bytes)
+    dealer = Dealer(axis, stripe_bytes)
+    found = []
+    for target in range(demand.far.shape[1]):
+        need = demand.far[:, target]
+        classes = [
+            (index, np.flatnonzero(need == index), demand.receivers[index], shares.receivers[index])
+            for index in np.unique(need).tolist()
+            if index in shares.receivers
+        ]
+        found.append(dealer.segment(first[need], classes))
+    return found
 
 
 def _route_near(
@@ -177,7 +197,7 @@ def _route_near(
         rows.add(holders[0], needer, _boxes(demand, atoms), 0)
         return
     nobody = np.zeros(len(demand.atoms.start), np.int64)
-    segments = segment(axis, nobody, [(0, atoms, holders, share)], stripe_bytes)
+    segments = Dealer(axis, stripe_bytes).segment(nobody, [(0, atoms, holders, share)])
     atom, low, high = stripe_boxes(demand.atoms, axis, segments.start)
     mine = np.isin(atom, atoms)
     rows.add(segments.owner[mine], needer, (low[mine], high[mine]), 0)
@@ -188,60 +208,63 @@ class Relay:
     and from each receiver to its siblings."""
 
     def __init__(self, rows: Rows, demand: Demand, axis: RowAxis, start: np.ndarray) -> None:
-        self.rows, self.demand, self.start = rows, demand, start
+        self.rows, self.start = rows, start
         self.atom, self.low, self.high = stripe_boxes(demand.atoms, axis, start)
-
-    def route_direct(self, target: int, segments: Segments, sender: np.ndarray) -> None:
-        """Every stripe that ``target`` needs comes from ``sender`` (by stripe)."""
-        need = self.demand.far[self.atom, target]
-        wanted = np.flatnonzero(need >= 0)
-        receiver = owners_at(segments, self.start)[wanted]
-        box = self.low[wanted], self.high[wanted]
-        into = self.rows.add(sender[wanted], receiver, box, 0)
-        self._fan_out(need[wanted], receiver, box, np.zeros(len(wanted), np.int64), into)
+        self.demand, self.far = demand, demand.far[self.atom]
+        self.siblings = _padded(demand.receivers)
 
     def route(
         self,
         targets: list[Segments],
-        chains: int,
+        chains: Chains,
         sender: np.ndarray,
         first_hop: np.ndarray | None = None,
         first_parent: np.ndarray | None = None,
     ) -> None:
-        """``chains`` copies of each stripe come from ``sender``, who forwards the transfer ``first_parent`` when that
-        is not -1. The target at position p among those that need a stripe is fed by the one at position p - chains."""
-        stripes = len(self.start)
-        first_hop = np.zeros(stripes, np.int64) if first_hop is None else first_hop
-        first_parent = np.full(stripes, -1, np.int64) if first_parent is None else first_parent
-        far = self.demand.far[self.atom]
-        place = np.where(far >= 0, np.cumsum(far >= 0, axis=1) - 1, -1)
-        arrived = np.full(far.shape, -1, np.int64)  # row of the transfer into each target
-        owner = np.full(far.shape, -1, np.int64)  # the rank that received it there
-        for target, segments in enumerate(targets):
-            wanted = np.flatnonzero(far[:, target] >= 0)
-            receiver = owners_at(segments, self.start)[wanted]
-            depth = place[wanted, target] // chains
-            hop, parent, source = first_hop[wanted] + depth, first_parent[wanted], sender[wanted]
-            later = np.flatnonzero(depth)
-            stripe = wanted[later]
-            before = (place[stripe] == (place[stripe, target] - chains)[:, None]).argmax(axis=1)
-            parent[later], source[later] = arrived[stripe, before], owner[stripe, before]
-            box = self.low[wanted], self.high[wanted]
-            into = self.rows.add(source, receiver, box, hop, parent)
-            arrived[wanted, target], owner[wanted, target] = into, receiver
-            self._fan_out(far[wanted, target], receiver, box, hop, into)
+        """The first copies of each stripe come from ``sender``, who forwards the transfer ``first_parent`` if that is
+        not -1. With c chains, the target at place p among those that need a stripe is fed by the one at p - c."""
+        needed = self.far >= 0
+        copies = np.maximum(needed.sum(axis=1, keepdims=True), 1)
+        place = np.where(needed, (np.cumsum(needed, axis=1) - 1 + chains.turn) % copies, -1)
+        count = chains.of_atoms(self.demand)[self.atom]
+        depths = np.where(needed, place // count[:, None], -1)
+        receiver = np.array([owners_at(segments, self.start) for segments in targets]).reshape(self.far.shape[::-1]).T
+        arrived = np.full(self.far.shape, -1, np.int64)  # row of the transfer into each target
+        for depth in range(depths.max(initial=-1) + 1):
+            stripe, target = np.nonzero(depths == depth)
+            if depth:
+                before = (place[stripe] == (place[stripe, target] - count[stripe])[:, None]).argmax(axis=1)
+                parent, source = arrived[stripe, before], receiver[stripe, before]
+            else:
+                parent = first_parent[stripe] if first_parent is not None else -1
+                source = sender[stripe]
+            hop = depth + (first_hop[stripe] if first_hop is not None else 0)
+            box = self.low[stripe], self.high[stripe]
+            arrived[stripe, target] = self.rows.add(source, receiver[stripe, target], box, hop, parent)
+        self._fan_out(*np.nonzero(needed), depths, receiver, arrived, first_hop)
 
     def _fan_out(
         self,
-        need: np.ndarray,
+        stripe: np.ndarray,
+        target: np.ndarray,
+        depth: np.ndarray,
         receiver: np.ndarray,
-        box: tuple[np.ndarray, np.ndarray],
-        hop: np.ndarray,
-        into: np.ndarray,
+        arrived: np.ndarray,
+        first_hop: np.ndarray | None,
     ) -> None:
-        for index in np.unique(need).tolist():
-            siblings = self.demand.receivers[index]
-            mine = np.flatnonzero(need == index)
-            for sibling in siblings if len(siblings) > 1 else ():
-                of = mine[receiver[mine] != sibling]
-                self.rows.add(receiver[of], sibling, (box[0][of], box[1][of]), hop[of] + 1, into[of])
+        """What arrived in a target goes on to all other ranks that need it there."""
+        at = receiver[stripe, target]
+        siblings = self.siblings[self.far[stripe, target]]
+        which, column = np.nonzero((siblings >= 0) & (siblings != at[:, None]))
+        stripe, target = stripe[which], target[which]
+        hop = depth[stripe, target] + 1 + (first_hop[stripe] if first_hop is not None else 0)
+        box = self.low[stripe], self.high[stripe]
+        self.rows.add(at[which], siblings[which, column], box, hop, arrived[stripe, target])
+
+
+def _padded(sets: tuple[tuple[int, ...], ...]) -> np.ndarray:
+    """int64 [sets, longest], filled up with -1."""
+    table = np.full((len(sets), max(map(len, sets), default=0)), -1, np.int64)
+    for number, ranks in enumerate(sets):
+        table[number, : len(ranks)] = ranks
+    return table

@@ -6,14 +6,14 @@ import numpy as np
 
 from .demand import Demand
 from .jobs import Root
-from .route import Relay, Rows, Shares, Template, source_segments, target_segments
+from .route import Chains, Relay, Rows, Shares, Template, dealt_to, source_segments, target_segments
 from .stripes import owners_at, row_axis, unite
 
 
 def route_through_root(
     demand: Demand,
     shares: Shares,
-    chains: int,
+    chains: Chains,
     itemsize: int,
     stripe_bytes: int,
     root: Root,
@@ -22,9 +22,9 @@ def route_through_root(
     rows = Rows(demand.atoms.start.shape[1])
     axis = row_axis(demand.atoms, shares.parts(demand), itemsize)
     source = source_segments(demand, axis, shares, stripe_bytes)
-    targets = [target_segments(demand, axis, target, shares, stripe_bytes) for target in range(demand.far.shape[1])]
-    start = unite([source, *targets])
-    relay = Relay(rows, demand, axis, start)
+    targets = target_segments(demand, axis, shares, stripe_bytes)
+    relay = Relay(rows, demand, axis, unite([source, *targets]))
+    start = relay.start
     holder = owners_at(source, start)
     wanted = root.needs[relay.atom]
     own = holder == root.code if root.code is not None else np.zeros(len(holder), bool)
@@ -35,5 +35,4 @@ def route_through_root(
     hop[foreign] = 1
     parent[foreign] = rows.add(holder[foreign], root.rank, box, 0, wanted=wanted[foreign])
     relay.route(targets, chains, np.full(len(start), root.rank, np.int64), hop, parent)
-    received = {number: fractions for segments in targets for number, fractions in segments.dealt.items()}
-    return rows.template(source.dealt, received)
+    return rows.template(source.dealt, dealt_to(targets))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -10,9 +11,9 @@ import numpy as np
 from .balance import Candidates, Ledger
 from .demand import decode
 from .fabric import Fabric
-from .jobs import ONE_CHAIN, Job
+from .jobs import Job
 from .plan import PlanOptions
-from .route import Fractions, Shares, Template, route_demand
+from .route import Chains, Fractions, OwnCopies, Shares, Template, route_demand
 from .route_broadcast import route_through_root
 from .transfers import TransferTable
 
@@ -23,22 +24,28 @@ class Router:
 
     fabric: Fabric
     options: PlanOptions
-    chains: int
-    """Copies of each byte that its holders send themselves."""
+    own_shares: Mapping[Candidates, float]
+    """The share of its copies that each set of holders sends itself."""
     senders: Ledger
     receivers: Ledger
     near: Ledger
+    _turn: int = field(default=0, init=False)
     _templates: dict[tuple[object, ...], tuple[Template, np.ndarray]] = field(default_factory=dict, init=False)
     _fans: dict[tuple[int, ...], int] = field(default_factory=dict, init=False)
 
     def route(self, job: Job) -> TransferTable:
-        shares = self._shares(job)
-        key = (job.key, job.spec.itemsize, shares.key())
+        own = job.own_copies(self.own_shares, self.options.relay)
+        shares = self._shares(job, own)
+        relays = any(sent < copies for of_set in own.values() for copies, sent in of_set.items())
+        turn = self._turn if relays else 0
+        self._turn += relays
+        chains = tuple((number, *of_set.items()) for number, of_set in own.items())
+        key = (job.key, job.spec.itemsize, shares.key(), chains, turn % job.demand.far.shape[1] if turn else 0)
         if key not in self._templates:
-            template = self._template(job, shares)
+            template = self._template(job, shares, Chains(own, turn))
             self._templates[key] = template, self._fan(template)
         template, fan = self._templates[key]
-        self._charge(job, template)
+        self._charge(job, template, own)
         src, dst = decode(template.src, job.slot_ranks), decode(template.dst, job.slot_ranks)
         ndim = len(job.spec.shape)
         return TransferTable(
@@ -54,19 +61,18 @@ class Router:
             numel=template.numel,
         )
 
-    def _template(self, job: Job, shares: Shares) -> Template:
+    def _template(self, job: Job, shares: Shares, chains: Chains) -> Template:
         itemsize, stripe_bytes = job.spec.itemsize, self.options.stripe_bytes
         if job.root is None:
-            return route_demand(job.demand, shares, self.chains, itemsize, stripe_bytes)
-        chains = self.chains if self.options.relay == "never" else ONE_CHAIN
+            return route_demand(job.demand, shares, chains, itemsize, stripe_bytes)
         return route_through_root(job.demand, shares, chains, itemsize, stripe_bytes, job.root)
 
-    def _shares(self, job: Job) -> Shares:
+    def _shares(self, job: Job, own: OwnCopies) -> Shares:
         senders: Fractions = {}
         for number, by_copies in job.sending():
             if len(job.holders[number]) > 1:
                 elements = sum(by_copies.values())
-                amount = self._copied(by_copies) * job.weight
+                amount = _sent(job, number, by_copies, own)
                 senders[number] = self._share(self.senders, job, job.holders[number], elements, amount)
         receivers: Fractions = {}
         for number, (ranks, elements) in enumerate(zip(job.demand.receivers, job.demand.receiving)):
@@ -84,14 +90,11 @@ class Router:
         parts = max(1, elements * job.spec.itemsize // self.options.stripe_bytes)
         return ledger.shares(candidates, amount, parts)
 
-    def _copied(self, by_copies: dict[int, int]) -> int:
-        return sum(min(self.chains, copies) * elements for copies, elements in by_copies.items())
-
-    def _charge(self, job: Job, template: Template) -> None:
+    def _charge(self, job: Job, template: Template, own: OwnCopies) -> None:
         """Notes what the cuts really gave each rank."""
         sending = dict(job.sending())
         for number, fractions in template.sent.items():
-            self.senders.charge(job.holders[number], fractions * self._copied(sending[number]) * job.weight)
+            self.senders.charge(job.holders[number], fractions * _sent(job, number, sending[number], own))
         for number, fractions in template.received.items():
             elements = job.demand.receiving[number]
             self.receivers.charge(job.demand.receivers[number], fractions * elements * job.weight)
@@ -109,3 +112,10 @@ class Router:
             siblings = tuple(dst[first:last])
             fan[parent[first]] = self._fans.setdefault(siblings, len(self._fans))
         return fan
+
+
+def _sent(job: Job, number: int, by_copies: dict[int, int], own: OwnCopies) -> int:
+    """Bytes that a holder set sends for all members."""
+    if job.root is not None:
+        return sum(by_copies.values()) * job.weight
+    return sum(own[number][copies] * elements for copies, elements in by_copies.items()) * job.weight

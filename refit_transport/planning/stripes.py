@@ -7,7 +7,7 @@ segment; two segmentations are joined by uniting their cuts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -46,27 +46,40 @@ def row_axis(atoms: Atoms, parts: np.ndarray, itemsize: int) -> RowAxis:
     return RowAxis(dim, np.r_[0, np.cumsum(rows)], atoms.numel // np.maximum(rows, 1) * itemsize)
 
 
-def segment(
-    axis: RowAxis,
-    owner: np.ndarray,
-    classes: Sequence[tuple[int, np.ndarray, Sequence[int], np.ndarray]],
-    stripe_bytes: int,
-) -> Segments:
-    """``owner`` (int64 [atoms]) names the owner of whole atoms; each of ``classes`` (number, atoms, owners, fractions)
-    shares its atoms' bytes out instead: every owner takes one contiguous run of them, cut between rows and not closer
-    than half of ``stripe_bytes`` to an atom's edge."""
-    starts, owners, dealt = [], [], {}
-    whole = np.ones(len(owner), bool)
-    for number, atoms, members, fractions in classes:
-        whole[atoms] = False
-        start, index, dealt[number] = _deal(axis, atoms, fractions, stripe_bytes)
-        starts.append(start)
-        owners.append(np.asarray(members, np.int64)[index])
-    starts.append(axis.first[:-1][whole])
-    owners.append(owner[whole])
-    start, who = np.concatenate(starts), np.concatenate(owners)
-    order = np.argsort(start, kind="stable")
-    return Segments(start[order], who[order], dealt)
+@dataclass(slots=True)
+class Dealer:
+    """Makes segmentations of one axis; remembers cuts, because domains are mostly alike."""
+
+    axis: RowAxis
+    stripe_bytes: int
+    """A cut comes no closer than half of this to an atom's edge."""
+    _known: dict[tuple[bytes, bytes], tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+    def segment(
+        self, owner: np.ndarray, classes: Sequence[tuple[int, np.ndarray, Sequence[int], np.ndarray]]
+    ) -> Segments:
+        """``owner`` (int64 [atoms]) names the owner of whole atoms; each of ``classes`` (number, atoms, owners,
+        fractions) shares its atoms' bytes out instead: every owner takes one contiguous run, cut between rows."""
+        if not classes:
+            return Segments(self.axis.first[:-1], owner, {})
+        starts, owners, dealt = [], [], {}
+        whole = np.ones(len(owner), bool)
+        for number, atoms, members, fractions in classes:
+            whole[atoms] = False
+            start, index, dealt[number] = self._deal(atoms, fractions)
+            starts.append(start)
+            owners.append(np.asarray(members, np.int64)[index])
+        starts.append(self.axis.first[:-1][whole])
+        owners.append(owner[whole])
+        start, who = np.concatenate(starts), np.concatenate(owners)
+        order = np.argsort(start, kind="stable")
+        return Segments(start[order], who[order], dealt)
+
+    def _deal(self, atoms: np.ndarray, fractions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        key = atoms.tobytes(), fractions.tobytes()
+        if key not in self._known:
+            self._known[key] = _deal(self.axis, atoms, fractions, self.stripe_bytes)
+        return self._known[key]
 
 
 def _deal(

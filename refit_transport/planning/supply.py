@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from .balance import Candidates, fair_fractions
 
 WORTH_IT = 1.02
-"""Copies that make the busiest trainer at most this much busier than the busiest receiver are sent without relay."""
+"""Trainers may be busier than the bottleneck by this factor before anything is relayed for them."""
 
 
 @dataclass(slots=True)
@@ -32,44 +31,44 @@ class Supply:
     def lend(self, holders: Candidates, nbytes: float) -> None:
         self.near[holders] = self.near.get(holders, 0.0) + nbytes
 
-    def sending(self, chains: int) -> dict[Candidates, float]:
-        """Bytes that holders send when they serve at most ``chains`` domains themselves."""
+    def sending(self, shares: Mapping[Candidates, float] | None = None) -> dict[Candidates, float]:
+        """Bytes that holders send when they serve a share of the domains themselves; without ``shares``, all."""
         return {
-            holders: sum(min(chains, copies) * nbytes for copies, nbytes in by_copies.items())
+            holders: sum(
+                (copies if shares is None else own_copies(shares[holders], copies)) * nbytes
+                for copies, nbytes in by_copies.items()
+            )
             for holders, by_copies in self.copied.items()
         }
 
-    @property
-    def most_copies(self) -> int:
-        return max((copies for by_copies in self.copied.values() for copies in by_copies), default=1)
+    def total_sending(self) -> dict[Candidates, float]:
+        """Bytes that holders send when each byte leaves them once."""
+        return {holders: sum(by_copies.values()) for holders, by_copies in self.copied.items()}
 
 
-def choose_chains(supply: Supply, relay: str) -> int:
-    """How many copies of each byte its holders send; any further domain is served by a domain that has one.
+def own_copies(share: float, copies: int) -> int:
+    """How many of ``copies`` the holders send themselves; the others are relayed from domain to domain."""
+    return max(1, int(copies * share + 1e-9))
 
-    ``auto`` takes the largest number at which the busiest trainer is no busier than it would be anyway (with one copy),
-    or than the busiest receiver is: relaying could not end sooner, and every relay adds a hop.
+
+def own_shares(supply: Supply, relay: str) -> dict[Candidates, float]:
+    """The share of its copies that each set of holders sends itself.
+
+    ``auto`` relays only for holders that would else be busier than the refit's bottleneck: the busiest receiver, or the
+    busiest sender if each byte left the trainers once. Relaying more could not end sooner, and every relay adds a hop.
     """
-    if relay == "always":
-        return 1
-    most = supply.most_copies
-    if relay == "never" or most == 1:
-        return most
-    allowed = WORTH_IT * max(_peak(supply.sending(1)), _peak(supply.receiving))
-    low, high = 1, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _peak(supply.sending(middle)) <= allowed:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    if relay != "auto":
+        return dict.fromkeys(supply.copied, 1.0 if relay == "never" else 0.0)
+    once = max(fair_loads(supply.total_sending()).values(), default=0.0)
+    allowed = WORTH_IT * max(once, max(fair_loads(supply.receiving).values(), default=0.0))
+    loads = fair_loads(supply.sending())
+    return {holders: min(1.0, allowed / max(max(loads[r] for r in holders), 1.0)) for holders in supply.copied}
 
 
-def _peak(demand: dict[Candidates, float]) -> float:
-    """Bytes of the busiest rank when all is shared out fairly."""
+def fair_loads(demand: dict[Candidates, float]) -> dict[int, float]:
+    """Bytes by rank when all is shared out fairly."""
     loads: dict[int, float] = {}
     for candidates, fractions in fair_fractions(demand).items():
-        for rank, share in zip(candidates, (np.asarray(fractions) * demand[candidates]).tolist()):
+        for rank, share in zip(candidates, (fractions * demand[candidates]).tolist()):
             loads[rank] = loads.get(rank, 0.0) + share
-    return max(loads.values(), default=0.0)
+    return loads

@@ -11,7 +11,7 @@ from torch import nn
 from refit_transport.layout.layout import LogicalParameter
 from refit_transport.layout.region import Region
 from refit_transport.trainers.checkpoint_names import CheckpointTensor, Piece, checkpoint_tensors
-from refit_transport.trainers.dtensor_shards import Shard, read_shard
+from refit_transport.trainers.dtensor_shards import Shard, local_pointer, read_shard
 from refit_transport.trainers.lora import LowRank, gather, merge, read_adapters
 
 
@@ -36,7 +36,8 @@ class DTensorSource:
         """Checkpoint names that are not sent, because they share memory with the name they map to (tied weights)."""
         self._model: nn.Module = getattr(model, "_orig_mod", model)
         self._merged: dict[str, torch.Tensor] = {}
-        self._memory: dict[str, tuple[object, ...]] = {}
+        self._seen: dict[str, tuple[torch.Tensor, int, Shard]] = {}
+        self._adapted: frozenset[str] = frozenset()
         self._parameters: dict[str, LogicalParameter] = {}
         self._holdings: dict[str, tuple[_Holding, ...]] = {}
         self.refresh()
@@ -58,19 +59,32 @@ class DTensorSource:
         held = ", ".join(str(h.region) for h in self._holdings[name])
         raise ValueError(f"{name}: region {region} is not held by this trainer rank, which holds {held}")
 
+    @torch.no_grad()
     def refresh(self) -> bool:
         """Re-shards what a forward pass left gathered and merges adapters. True when memory moved since the last call,
         so that views must be taken again."""
         state = {k: v for k, v in self._model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
         adapted = read_adapters(self._model, state)
         tensors = {name: state[key] for key, name in adapted.names.items()}
-        shards = {name: read_shard(name, tensor) for name, tensor in tensors.items()}
+        moved = self._look(tensors) or self._adapted != frozenset(adapted.low_rank)
+        shards = {name: shard for name, (_, _, shard) in self._seen.items()}
         shards |= {name: self._merge(name, shards[name], parts) for name, parts in adapted.low_rank.items()}
-        memory = {name: (shard.local.data_ptr(), shard.local.dtype, shard.boxes) for name, shard in shards.items()}
-        moved = memory != self._memory
         if moved:
+            self._adapted = frozenset(adapted.low_rank)
             self._read(tensors, shards)
-            self._memory = memory
+        return moved
+
+    def _look(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Reads the shards of tensors that are new or moved; whether there were any, or some are gone."""
+        moved = self._seen.keys() != tensors.keys()
+        seen = {}
+        for name, tensor in tensors.items():
+            known = self._seen.get(name)
+            pointer = local_pointer(tensor)
+            if known is None or known[0] is not tensor or known[1] != pointer:
+                known, moved = (tensor, pointer, read_shard(name, tensor)), True
+            seen[name] = known
+        self._seen = seen
         return moved
 
     def _merge(self, name: str, shard: Shard, adapters: tuple[LowRank, ...]) -> Shard:

@@ -43,6 +43,11 @@ def read_shard(name: str, tensor: torch.Tensor) -> Shard:
     return Shard(local, shape, tuple(zip(regions, _local_boxes(regions), strict=True)))
 
 
+def local_pointer(tensor: torch.Tensor) -> int:
+    """Address of the local shard of a DTensor, or of a plain tensor."""
+    return tensor.to_local().data_ptr() if isinstance(tensor, DTensor) else tensor.data_ptr()
+
+
 def _local_boxes(regions: tuple[Region, ...]) -> list[Region]:
     """Where each region lies in the local tensor. ``regions`` are the product, in row-major order, of one list of
     intervals per dimension, and the local tensor holds those intervals one after another."""

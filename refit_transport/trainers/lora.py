@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from refit_transport.layout.region import Region
 
-_ADAPTER_KEY = re.compile(r"(^|\.)(lora_|base_layer\.|parametrizations\.|ia3_|oft_|vera_|modules_to_save\.)")
+_ADAPTER_KEY = re.compile(
+    r"(^|\.)(lora_|base_layer\.|parametrizations\.|ia3_|oft_|vera_|modules_to_save\.|original_module\.)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ def read_adapters(model: nn.Module, keys: Iterable[str]) -> AdaptedModel:
             _read_peft(prefix, module, renamed, low_rank)
         elif isinstance(getattr(module, "lora_A", None), nn.Linear):
             _read_linear(prefix, module, renamed, low_rank)
+        elif isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict):
+            _read_whole_copy(prefix, module, renamed)
         elif isinstance(getattr(module, "parametrizations", None), nn.ModuleDict):
             _read_parametrized(prefix, module, renamed, low_rank)
     keys = list(keys)
@@ -115,6 +119,16 @@ def _read_peft(prefix: str, module: Any, renamed: dict[str, str | None], low_ran
     ]
     if parts:
         low_rank[f"{prefix}weight".removeprefix("base_model.model.")] = tuple(parts)
+
+
+def _read_whole_copy(prefix: str, module: Any, renamed: dict[str, str | None]) -> None:
+    """peft's ``modules_to_save``: a trained copy stands in for the original module."""
+    copies = {a: (f"modules_to_save.{a}.", m) for a, m in module.modules_to_save.items()}
+    active = () if module.disable_adapters else module.active_adapters
+    live, _ = next((copies[a] for a in active if a in copies), ("original_module.", None))
+    for inside, part in (("original_module.", module.original_module), *copies.values()):
+        for key in part.state_dict():
+            renamed[f"{prefix}{inside}{key}"] = f"{prefix}{key}" if inside == live else None
 
 
 def _read_linear(prefix: str, module: Any, renamed: dict[str, str | None], low_rank: dict[str, Any]) -> None:

@@ -213,7 +213,7 @@ def test_a_checkpoint_is_replaced_whole_and_read_by_another_number_of_ranks(chec
 
 def test_an_incomplete_checkpoint_is_refused(checkpoint, tmp_path):
     def rank_body(rank):
-        with pytest.raises(FileNotFoundError, match="no complete checkpoint at .*nowhere"):
+        with pytest.raises(FileNotFoundError, match=r"no complete checkpoint at .*nowhere"):
             make_worker(rank, 1, make_config(checkpoint)).load_checkpoint(tmp_path / "nowhere")
 
     run_ranks(1, rank_body)
@@ -280,3 +280,33 @@ def test_sizes_that_do_not_fit_are_refused(dtensor_cfg, message):
 
     with pytest.raises(ValueError, match=message):
         ParallelSizes.of(dtensor_cfg, 4)
+
+
+def test_lora_policy_trains_adapters_only_and_resumes(checkpoint, tmp_path):
+    lora = {"enabled": True, "dim": 4, "alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+    config = make_config(checkpoint, optimizer=ADAMW, dtensor_cfg={"lora_cfg": lora})
+    name = "model.layers.0.mlp.down_proj.weight"
+
+    def rank_body(rank):
+        worker = make_worker(rank, 2, config)
+        start = full_weights(worker)
+        sent = {n: worker.source().view(n, r).clone() for n, rs in worker.source().holdings().items() for r in rs}
+        worker.keep_reference()
+        reference = worker.logprobs(make_batch())
+        worker.train(make_batch(), LOSS)
+        worker.train(make_batch(), LOSS)
+        worker.save_checkpoint(tmp_path / "lora", {})
+        trained = full_weights(worker)
+        changed = {n for n, w in trained.items() if not torch.equal(w, start[n])}
+        assert changed and all("lora_" in n for n in changed)
+        assert torch.equal(worker.reference_logprobs(make_batch()), reference)
+        assert not worker.source().refresh()
+        (region,) = worker.source().holdings()[name]
+        assert not torch.equal(worker.source().view(name, region), sent[name])
+        again = make_worker(rank, 2, config)
+        again.load_checkpoint(tmp_path / "lora")
+        assert all(torch.equal(w, trained[n]) for n, w in full_weights(again).items())
+        return sorted(sent)
+
+    names, _ = run_ranks(2, rank_body)
+    assert names == sorted(transformers.AutoModelForCausalLM.from_pretrained(checkpoint).state_dict())

@@ -60,7 +60,7 @@ def test_checkpoint_that_fuses_model_tensors_has_one_piece_for_each(tmp_path):
 
 
 def test_experts_of_a_fused_tensor_are_slices_of_it(tmp_path):
-    path = make_model("qwen3_moe", tmp_path, seed=1)
+    path = make_model("qwen3_moe", tmp_path, seed=1, moe_intermediate_size=64, hidden_size=128)
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
     tensors = {t.name: t for t in checkpoint_tensors(model, model.state_dict())}
     (piece,) = tensors["model.layers.1.mlp.experts.3.up_proj.weight"].pieces

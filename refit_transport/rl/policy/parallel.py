@@ -131,7 +131,8 @@ def _load_tensor_parallel(
 
 
 def local_shards(model: torch.nn.Module) -> list[torch.Tensor]:
-    """This rank's shard of every parameter, live, without gradients."""
+    """This rank's shard of every trained parameter, live, without gradients."""
     if isinstance(model, FSDPModule):
         model.reshard()  # a forward pass without backward leaves the root's parameters gathered
-    return [p.detach().to_local() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+    trained = [p.detach() for p in model.parameters() if p.requires_grad]
+    return [p.to_local() if isinstance(p, DTensor) else p for p in trained]

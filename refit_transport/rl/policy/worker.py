@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from refit_transport.rl.batch import Batch, batch_sums, select_rows
 from refit_transport.rl.metrics import average_updates, combine_parts
 from refit_transport.rl.policy import checkpoint
 from refit_transport.rl.policy.logprobs import token_logprobs
+from refit_transport.rl.policy.lora import add_adapters
 from refit_transport.rl.policy.micro_batches import Loss, micro_batch_rows, rank_rows, step_rows, take_rows
 from refit_transport.rl.policy.optimizer import build_optimizer, build_scheduler, clip_gradients
 from refit_transport.rl.policy.parallel import ParallelSizes, load_sharded, local_shards
@@ -138,7 +140,9 @@ class PolicyWorker(ModelWorker):
     def _load(self) -> torch.nn.Module:
         from transformers import AutoModelForCausalLM
 
-        return load_sharded(AutoModelForCausalLM, self.config, self.sizes, self.device)
+        lora = (self.config.get("dtensor_cfg") or {}).get("lora_cfg") or {}
+        wrap = partial(add_adapters, config=lora) if lora.get("enabled") else None
+        return load_sharded(AutoModelForCausalLM, self.config, self.sizes, self.device, wrap)
 
     def _outputs(self, batch: Batch) -> torch.Tensor:
         # Padding is on the right, so causal attention needs no mask to keep it out of the tokens that count.
@@ -152,7 +156,7 @@ class PolicyWorker(ModelWorker):
         return self.infer(batch)
 
     def keep_reference(self) -> None:
-        """Remembers the current weights as the reference policy: a copy of this rank's shard."""
+        """Remembers the current weights as the reference policy: a copy of this rank's shard of what is trained."""
         self._reference = [p.clone() for p in local_shards(self.model)]
 
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:

@@ -1,0 +1,61 @@
+"""LoRA for the trained model: low-rank adapters beside its linear layers, and nothing else trained."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class LoraLinear(nn.Linear):
+    """``x W^T + b + scale * x A^T B^T``. ``B`` starts at zero, so the model starts unchanged."""
+
+    def __init__(self, linear: nn.Linear, dim: int, alpha: float) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.scale = alpha / dim
+        options = {"bias": False, "device": linear.weight.device, "dtype": linear.weight.dtype}
+        self.lora_A = nn.Linear(linear.in_features, dim, **options)
+        self.lora_B = nn.Linear(dim, linear.out_features, **options)
+        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias) + self.lora_B(self.lora_A(x)) * self.scale
+
+
+def add_adapters(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
+    """Freezes ``model`` and puts adapters on its linear layers, in place.
+
+    ``config`` is ``lora_cfg``: ``target_modules`` are patterns for the dotted name of a module or its last part; with
+    ``match_all_linear`` (and no patterns) all linear layers but the output head are taken. ``dim`` is the rank, and the
+    adapters count ``alpha / dim``. Raises ValueError if nothing matches.
+    """
+    patterns = tuple(config.get("target_modules") or ())
+    if not patterns and config.get("match_all_linear", True):
+        patterns = ("*",)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    chosen = [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not head and _matches(name, patterns)
+    ]
+    if not chosen:
+        raise ValueError(f"lora_cfg.target_modules: {list(patterns)} match no linear layer of {type(model).__name__}")
+    model.requires_grad_(False)
+    for name in chosen:
+        parent, _, child = name.rpartition(".")
+        linear = model.get_submodule(name)
+        adapted = LoraLinear(linear, int(config.get("dim", 8)), float(config.get("alpha", 32)))
+        setattr(model.get_submodule(parent), child, adapted)
+    return model
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, p) or fnmatch.fnmatchcase(name.rpartition(".")[2], p) for p in patterns)

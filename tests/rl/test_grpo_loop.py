@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from refit_transport.rl.data import Dataloader
+from refit_transport.rl.tasks.reverse_digits import examples
 from tests.rl.stand_ins import TOKENIZER, scripted_loop
 
 STEP = [
@@ -183,8 +185,7 @@ def test_the_last_step_validates_when_asked(tmp_path: Path) -> None:
 
 def test_the_run_ends_with_the_data(tmp_path: Path) -> None:
     loop, _ = scripted_loop(tmp_path, max_num_steps=50, max_num_epochs=2)
-    examples = loop.collector.dataloader._examples[:8]
-    loop.collector.dataloader.__init__(examples, seed=0)
+    loop.collector.dataloader = Dataloader(examples(8, seed=0), seed=0)
     assert loop.total_steps == 4
     assert loop.run().stopped_by == "max_num_epochs"
     assert loop.step == 4
@@ -222,6 +223,6 @@ def test_a_run_can_start_from_another_runs_checkpoint(tmp_path: Path) -> None:
 def test_resuming_with_another_data_set_is_refused(tmp_path: Path) -> None:
     scripted_loop(tmp_path, checkpointing=SAVE)[0].run()
     loop, _ = scripted_loop(tmp_path, max_num_steps=3, checkpointing=SAVE)
-    loop.collector.dataloader.__init__(loop.collector.dataloader._examples[:8], seed=0)
+    loop.collector.dataloader = Dataloader(examples(8, seed=0), seed=0)
     with pytest.raises(ValueError, match="the data set has 8 examples, the checkpoint was written with 8192"):
         loop.run()

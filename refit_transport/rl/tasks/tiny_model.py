@@ -70,7 +70,8 @@ def _warmed(seed: int, steps: int, moe: bool) -> PreTrainedModel:
         torch.set_num_threads(1)
         try:
             model = _random_model(moe)
-            _warm_start(model, steps, seed)
+            if steps:
+                _warm_start(model, steps, seed)
         finally:
             torch.set_num_threads(threads)
     return model.eval()
@@ -102,7 +103,7 @@ def _supervised(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokenizer = character_tokenizer()
     drawn = reverse_digits.examples(count, seed, RECIPE["num_digits"])
     ids = [[*tokenizer(e.prompt + e.answer, add_special_tokens=False).input_ids, tokenizer.eos_token_id] for e in drawn]
-    tokens = torch.tensor(ids, dtype=torch.int64).reshape(count, -1)
+    tokens = torch.tensor(ids, dtype=torch.int64)
     labels = tokens.clone()
     labels[:, : RECIPE["num_digits"] + 1] = -100
     return tokens, labels

@@ -44,8 +44,7 @@ RULES = """## Rules between keys
 `cluster.num_nodes` x `cluster.gpus_per_node` ranks are shared out: `policy.generation.colocated.resources` says how
 many generate, the others train. One node gives `gpus_per_node` of its own; several nodes give `num_nodes` whole nodes.
 
-- One engine spans tensor-parallel (or, if larger, expert-parallel) x pipeline-parallel ranks; engines fill the ranks
-  that generate. The expert-parallel size is 1 or a multiple of the tensor-parallel size.
+- One engine spans tensor x pipeline parallel ranks; engines fill the ranks that generate.
 - The trainer's tensor x pipeline (DTensor: tensor x replicas) and expert x expert-tensor x pipeline sizes divide the
   ranks that train.
 - Tensor parallelism divides attention heads and feed-forward columns on both sides. Key-value heads: the DTensor

@@ -68,11 +68,15 @@ def algorithms(config: Mapping[str, Any] | DictConfig) -> tuple[str, ...]:
 def schema_defaults(wanted: Sequence[str]) -> DictConfig:
     """Every key's default, without the sections of algorithms that are not ``wanted``."""
     absent = {part for name, parts in ALGORITHM_SECTIONS.items() if name not in wanted for part in parts}
-    defaults = OmegaConf.create()
+    defaults: dict[str, Any] = {}
     for path, key in all_keys().items():
+        *parents, leaf = path.split(".")
         if path.split(".")[0] not in absent:
-            OmegaConf.update(defaults, path, None if key.default == REQUIRED else key.default, force_add=True)
-    return defaults
+            holder = defaults
+            for name in parents:
+                holder = holder.setdefault(name, {})
+            holder[leaf] = None if key.default == REQUIRED else key.default
+    return OmegaConf.create(defaults)
 
 
 def leaves(value: object, prefix: str = "") -> Iterator[str]:

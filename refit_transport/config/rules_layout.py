@@ -52,19 +52,12 @@ def _generation_leaves_trainers(setup: Setup) -> Found:
 
 
 def _engines_fill_their_ranks(setup: Setup) -> Found:
-    tensor = setup.get(f"{VLLM}.tensor_parallel_size")
-    expert = setup.get(f"{VLLM}.expert_parallel_size")
-    if expert > 1 and expert % tensor:
-        yield Violation(
-            f"{VLLM}.expert_parallel_size", expert, f"1 or a multiple of tensor_parallel_size {tensor}", ANCHOR
-        )
-        return
     given, engine = setup.generation_ranks, setup.engine_ranks
     if not setup.colocated and given and given % engine:
         yield Violation(
             f"{VLLM}.tensor_parallel_size",
-            tensor,
-            f"one engine of {engine} ranks (tensor or expert x pipeline) has to divide the {given} that generate",
+            setup.get(f"{VLLM}.tensor_parallel_size"),
+            f"one engine of {engine} ranks (tensor x pipeline) has to divide the {given} that generate",
             ANCHOR,
         )
 

@@ -73,9 +73,9 @@ class Setup:
 
     @property
     def engine_ranks(self) -> int:
-        """Ranks of one engine: experts may spread over several tensor-parallel groups."""
+        """Ranks of one engine."""
         vllm = self.get("policy.generation.vllm_cfg")
-        return max(vllm["tensor_parallel_size"], vllm["expert_parallel_size"]) * vllm["pipeline_parallel_size"]
+        return vllm["tensor_parallel_size"] * vllm["pipeline_parallel_size"]
 
     @property
     def tensor_parallel(self) -> int:

@@ -132,6 +132,18 @@ UNSUPPORTED = (
         _has_experts_without_cpu_kernel,
     ),
     Unsupported(
+        "engine-expert-parallel-size",
+        "an engine whose expert-parallel size is neither 1 nor the tensor-parallel size",
+        "experts over several tensor-parallel groups need data-parallel attention inside one engine, and a recipe starts "
+        "engines without",
+        f"{GENERATION}.vllm_cfg.expert_parallel_size",
+        f"1 or {GENERATION}.vllm_cfg.tensor_parallel_size",
+        lambda s: (
+            s.get(f"{GENERATION}.vllm_cfg.expert_parallel_size")
+            not in (1, s.get(f"{GENERATION}.vllm_cfg.tensor_parallel_size"))
+        ),
+    ),
+    Unsupported(
         "hsdp-with-tensor-parallel",
         "DTensor trainer with replicas (HSDP) and tensor parallelism",
         "transformers shards over one data-parallel dimension beside the tensor-parallel one",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from refit_transport.config.check import check_keys
-from refit_transport.config.key import DOCUMENT
+from refit_transport.config.key import DOCUMENT, anchor_id
 from refit_transport.config.keys import ALGORITHM_SECTIONS
 from refit_transport.config.load import algorithms, read_config, schema_defaults
 from refit_transport.config.rules_layout import layout_rules
@@ -18,6 +18,7 @@ from refit_transport.config.rules_training import training_rules
 from refit_transport.config.rules_transport import transport_rules
 from refit_transport.config.setup import Cluster, Setup
 from refit_transport.config.support import unsupported_rules
+from refit_transport.config.tiny_models import TINY_MODELS
 from refit_transport.config.violation import InvalidConfigError, Violation
 
 ALGORITHM_ANCHOR = f"{DOCUMENT}#grpo"
@@ -59,9 +60,20 @@ def load_valid(path: str | Path, overrides: Sequence[str] = (), algorithm: str |
     named = algorithms(loaded.config)
     if algorithm and len(named) == 1 and named[0] != algorithm:
         found.append(Violation(algorithm, f"no such section in {path}", f"a recipe of {algorithm}", ALGORITHM_ANCHOR))
+    if algorithm:
+        found += _missing_models(loaded.config, {violation.key for violation in found})
     if found:
         raise InvalidConfigError(found)
     return loaded.config
+
+
+def _missing_models(config: DictConfig, reported: set[str]) -> Iterator[Violation]:
+    """Models that are needed to run, but not to plan."""
+    for key in ("policy.model_name", "value.model_name"):
+        name = OmegaConf.select(config, key) if key not in reported else None
+        if name and name not in TINY_MODELS and not Path(name).is_dir():
+            allowed = f"a checkpoint's directory, or one of {', '.join(TINY_MODELS)}"
+            yield Violation(key, name, allowed, f"{DOCUMENT}#{anchor_id(key)}")
 
 
 def _algorithm(config: DictConfig) -> list[Violation]:

@@ -61,6 +61,7 @@ def test_five_mistakes_print_five_lines_and_no_traceback(capsys: pytest.CaptureF
         (["validate", BASE, "grpo.seed"], "not of the form key=value"),
         (["grpo", "--config", "nosuch.yaml"], "no such configuration"),
         (["ppo", "--config", BASE], "a recipe of ppo"),
+        (["grpo", "--config", BASE, "policy.model_name=/no/model"], "a checkpoint's directory, or one of tiny/qwen3"),
         (["classify", "nosuch"], "nosuch"),
     ],
 )

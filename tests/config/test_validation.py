@@ -87,7 +87,11 @@ def test_recipes_are_valid(recipe: str) -> None:
             f"{VLLM}.tensor_parallel_size",
             "a divisor of the model's 4 attention heads",
         ),
-        ([f"{VLLM}.expert_parallel_size=3"], f"{VLLM}.expert_parallel_size", "a multiple of tensor_parallel_size 2"),
+        (
+            [f"{VLLM}.expert_parallel_size=3"],
+            f"{VLLM}.expert_parallel_size",
+            "1 or policy.generation.vllm_cfg.tensor_parallel_size",
+        ),
         ([f"{VLLM}.expert_parallel_size=2"], f"{VLLM}.expert_parallel_size", "has no experts"),
         ([f"{VLLM}.pipeline_parallel_size=2"], f"{VLLM}.tensor_parallel_size", "divide the 2 that generate"),
         (
@@ -188,7 +192,11 @@ def sized(tmp_path: Path, config: dict, *overrides: str, ranks: int = 8, generat
             "policy.dtensor_cfg.expert_parallel_size",
             "5 experts",
         ),
-        ([f"{VLLM}.expert_parallel_size=4"], None, ""),  # experts may be spread unevenly
+        (
+            [f"{VLLM}.tensor_parallel_size=4", f"{VLLM}.expert_parallel_size=4"],
+            None,
+            "",
+        ),  # experts may be spread unevenly
         ([*MEGATRON, "policy.megatron_cfg.tensor_model_parallel_size=4"], None, ""),
         (
             [*MEGATRON, "policy.megatron_cfg.pipeline_model_parallel_size=4"],

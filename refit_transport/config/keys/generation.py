@@ -55,8 +55,7 @@ GENERATION = section(
 VLLM = section(
     "policy.generation.vllm_cfg",
     "vLLM",
-    "One engine spans tensor x pipeline parallel ranks. With experts in parallel over more ranks than one "
-    "tensor-parallel group, an engine spans several groups (data-parallel attention). As many replicas start as fit.",
+    "One engine spans tensor x pipeline parallel ranks, and as many engines start as fit.",
     Key("async_engine", bool, False, "Use the asynchronous engine.", choices=(False,)),
     Key("precision", str, "${policy.precision}", "dtype of the engine's weights.", choices=PRECISIONS),
     Key("kv_cache_dtype", str, "auto", "dtype of the KV cache.", choices=("auto", "bfloat16", "float16")),
@@ -73,7 +72,7 @@ VLLM = section(
         "expert_parallel_size",
         int,
         1,
-        "Ranks over which experts are spread; 1, or a multiple of the tensor-parallel size.",
+        "1, or the tensor-parallel size: experts spread over its ranks.",
         minimum=1,
     ),
     Key("gpu_memory_utilization", float, 0.6, "Share of a GPU's memory for the engine.", above=0, maximum=1),

@@ -139,9 +139,10 @@ _VALUE_DEFAULTS = {
 def _value_keys() -> tuple[Key, ...]:
     """The policy's keys under `value`, with the value model's own defaults."""
     mirrored = []
-    for key in (*POLICY.keys, *_dtensor("policy").keys):
+    for key in (*POLICY.keys, *TINY_MODEL.keys, *DTENSOR.keys):
         name = key.path.removeprefix("policy.")
-        default = f"${{{key.path}}}" if name.startswith("dtensor_cfg") else _VALUE_DEFAULTS.get(name, key.default)
+        follows = name.startswith(("tiny_model", "dtensor_cfg"))
+        default = f"${{{key.path}}}" if follows else _VALUE_DEFAULTS.get(name, key.default)
         mirrored.append(replace(key, path=f"value.{name}", default=default))
     return tuple(mirrored)
 

@@ -7,7 +7,7 @@ transformers can save is known, and no table is written by hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -37,6 +37,18 @@ class Piece:
         start = [s + (0 if d is None else local.start[d]) for s, d in zip(self.region.start, self.dims, strict=True)]
         stop = [s + (1 if d is None else local.stop[d]) for s, d in zip(self.region.start, self.dims, strict=True)]
         return Region(tuple(start), tuple(stop))
+
+    def held(
+        self, boxes: Iterable[tuple[Region, Region]], local: torch.Tensor
+    ) -> Iterator[tuple[Region, torch.Tensor]]:
+        """What a rank holds of this piece: regions of the checkpoint tensor and the views of ``local`` that store them.
+        ``boxes`` pair regions of the model tensor with the regions of ``local`` where they lie."""
+        for box, inside in boxes:
+            common = box.intersect(self.source_region)
+            if common is not None:
+                corner = common.relative_to(box)
+                at = tuple(slice(o + a, o + b) for o, a, b in zip(inside.start, corner.start, corner.stop, strict=True))
+                yield self.to_checkpoint(common), self.orient(local[at])
 
     def orient(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, indexed as the model tensor, as a view indexed as the checkpoint tensor."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from refit_transport.layout.layout import LogicalParameter
 from refit_transport.layout.region import Region
-from refit_transport.trainers.checkpoint_names import CheckpointTensor, Piece, checkpoint_tensors
 from refit_transport.trainers.dtensor_shards import Shard, local_pointer, read_shard
 from refit_transport.trainers.lora import LowRank, gather, merge, read_adapters
+from refit_transport.trainers.tied_names import distinct_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,53 +96,17 @@ class DTensorSource:
         return Shard(out, shard.shape, shard.boxes)
 
     def _read(self, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> None:
-        model = _transformers_model(self._model)
-        ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-        written = checkpoint_tensors(model, {n: t for n, t in tensors.items() if n not in ignored})
-        self.aliases = _aliases(written, _owners(model, tensors))
+        written, self.aliases = distinct_tensors(_transformers_model(self._model), tensors)
         self._parameters, self._holdings = {}, {}
         for tensor in written:
-            held = tuple(h for piece in tensor.pieces for h in _held(piece, shards[piece.source]))
-            if held and tensor.name not in self.aliases:
+            parts = ((piece, shards[piece.source]) for piece in tensor.pieces)
+            held = tuple(_Holding(*h) for piece, shard in parts for h in piece.held(shard.boxes, shard.local))
+            if held:
                 dtype = str(held[0].view.dtype).removeprefix("torch.")
                 self._parameters[tensor.name] = LogicalParameter(tensor.name, tensor.shape, dtype)
                 self._holdings[tensor.name] = held
 
 
-def _held(piece: Piece, shard: Shard) -> Iterator[_Holding]:
-    for held, local in shard.boxes:
-        common = held.intersect(piece.source_region)
-        if common is not None:
-            corner = common.relative_to(held)
-            inside = tuple(slice(o + a, o + b) for o, a, b in zip(local.start, corner.start, corner.stop, strict=True))
-            yield _Holding(piece.to_checkpoint(common), piece.orient(shard.local[inside]))
-
-
 def _transformers_model(model: nn.Module) -> nn.Module:
     """The transformers model inside a peft model; else the module itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _owners(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """For each model tensor, the name under which its memory is sent. Shared tensors are one object in the live model,
-    whatever its configuration says; the model only says which of their names a checkpoint keeps."""
-    dropped = set(getattr(model, "all_tied_weights_keys", None) or ())
-    groups: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        groups.setdefault(id(tensor), []).append(name)
-    owners = {}
-    for names in groups.values():
-        owner = next((name for name in names if name not in dropped), names[0])
-        owners |= dict.fromkeys(names, owner)
-    return owners
-
-
-def _aliases(written: Sequence[CheckpointTensor], owners: Mapping[str, str]) -> dict[str, str]:
-    """Checkpoint tensors that repeat another one, mapped to its name."""
-    kept = {t.pieces: t.name for t in written if all(owners[p.source] == p.source for p in t.pieces)}
-    repeated = {}
-    for tensor in written:
-        original = kept.get(tuple(replace(p, source=owners[p.source]) for p in tensor.pieces), tensor.name)
-        if original != tensor.name:
-            repeated[tensor.name] = original
-    return repeated

@@ -59,7 +59,7 @@ def test_sharded_peft_model_sends_the_merged_checkpoint(checkpoint, mesh_shape, 
 
 def bare_lora(dtype=torch.float32):
     torch.manual_seed(3)
-    module = LoraLinear(nn.Linear(4, 6, bias=False).to(dtype), dim=2, alpha=1.0)
+    module = LoraLinear(nn.Linear(4, 6, bias=False).to(dtype), dim=2, alpha=1.0, seed=0)
     nn.init.normal_(module.lora_B.weight, std=0.01)
     return nn.ModuleDict({"proj": module})
 

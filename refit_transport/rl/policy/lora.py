@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,19 +12,30 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from refit_transport.trainers.dtensor_load import fill
+
 
 class LoraLinear(nn.Linear):
     """``x W^T + b + scale * x A^T B^T``. ``B`` starts at zero, so the model starts unchanged."""
 
-    def __init__(self, linear: nn.Linear, dim: int, alpha: float) -> None:
+    def __init__(self, linear: nn.Linear, dim: int, alpha: float, seed: int) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.scale = alpha / dim
+        self._seed = seed
         options = {"bias": False, "device": linear.weight.device, "dtype": linear.weight.dtype}
         self.lora_A = nn.Linear(linear.in_features, dim, **options)
         self.lora_B = nn.Linear(dim, linear.out_features, **options)
-        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
+        self.reset_new_parameters()
+
+    def reset_new_parameters(self) -> None:
+        """The same values however the model is sharded; called again once it is."""
+        if self.lora_A.weight.is_meta:
+            return
+        generator = torch.Generator().manual_seed(self._seed)
+        full = torch.empty(self.lora_A.weight.shape)
+        fill(self.lora_A.weight, nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator))
         nn.init.zeros_(self.lora_B.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -52,7 +64,8 @@ def add_adapters(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     for name in chosen:
         parent, _, child = name.rpartition(".")
         linear = model.get_submodule(name)
-        adapted = LoraLinear(linear, int(config.get("dim", 8)), float(config.get("alpha", 32)))
+        seed = zlib.crc32(name.encode())
+        adapted = LoraLinear(linear, int(config.get("dim", 8)), float(config.get("alpha", 32)), seed)
         setattr(model.get_submodule(parent), child, adapted)
     return model
 

@@ -1,14 +1,13 @@
-"""Loads a Hugging Face model and shards it over the ranks: FSDP2 or HSDP, or transformers' own TP, EP and FSDP2."""
+"""How a model is cut over the ranks: sizes of the mesh, and FSDP2 or HSDP layer by layer."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -57,33 +56,6 @@ class ParallelSizes:
         return self.dp_replicate * self.dp_shard
 
 
-def load_sharded(
-    auto_class: Any, config: Mapping[str, Any], sizes: ParallelSizes, device: torch.device, wrap: Callable | None = None
-) -> torch.nn.Module:
-    """The model of ``config["model_name"]`` (a local directory) with float32 parameters, sharded over all ranks.
-
-    ``precision`` is the dtype of the forward and backward pass; gradients are reduced in float32. ``wrap`` turns the
-    loaded model into the module that is sharded (for adapters or a value head).
-    """
-    cfg = config.get("dtensor_cfg") or {}
-    options = {"dtype": torch.float32, "local_files_only": True, **(config.get("hf_config_overrides") or {})}
-    if sizes.tp > 1:
-        model = _load_tensor_parallel(auto_class, config, sizes, options, wrap)
-    else:
-        model = auto_class.from_pretrained(config["model_name"], **options).to(device)
-        model = wrap(model) if wrap else model
-    backbone = getattr(model, "backbone", model)
-    backbone.config.use_cache = False
-    if cfg.get("activation_checkpointing"):
-        backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if sizes.tp == 1:
-        mesh = init_device_mesh(
-            device.type, (sizes.dp_replicate, sizes.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
-        )
-        shard_layers(model, mesh if sizes.dp_replicate > 1 else mesh["dp_shard"], config)
-    return model
-
-
 def shard_layers(model: torch.nn.Module, mesh: DeviceMesh, config: Mapping[str, Any]) -> None:
     """FSDP2 on every decoder layer and on the rest of the model, over a mesh of one dimension, or two (HSDP)."""
     offload = CPUOffloadPolicy() if (config.get("dtensor_cfg") or {}).get("cpu_offload") else OffloadPolicy()
@@ -102,32 +74,6 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     if not layers:
         raise ValueError(f"{type(model).__name__} declares no _no_split_modules, so its layers are unknown")
     return layers
-
-
-def _load_tensor_parallel(
-    auto_class: Any, config: Mapping[str, Any], sizes: ParallelSizes, options: dict[str, Any], wrap: Callable | None
-) -> torch.nn.Module:
-    from transformers.distributed import DistributedConfig
-
-    if wrap is not None:
-        raise ValueError(
-            f"policy.dtensor_cfg.tensor_parallel_size: got {sizes.tp}, allowed 1 with LoRA or a value head"
-        )
-    cfg = config.get("dtensor_cfg") or {}
-    precision = config.get("precision") or "float32"
-    if precision == "float16":
-        raise ValueError(
-            f"policy.precision: got float16 with tensor_parallel_size {sizes.tp}, allowed float32, bfloat16"
-        )
-    os.environ.setdefault("LOCAL_RANK", "0")
-    distributed = DistributedConfig(
-        tp_size=sizes.tp,
-        fsdp_size=sizes.dp_shard,
-        ep_size=sizes.ep,
-        fsdp_cpu_offload=bool(cfg.get("cpu_offload")),
-        fsdp_mixed_precision=precision == "bfloat16",
-    )
-    return auto_class.from_pretrained(config["model_name"], distributed_config=distributed, **options)
 
 
 def local_shards(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -9,19 +9,22 @@ import torch.nn.functional as F
 from torch import nn
 
 from refit_transport.rl.batch import Batch
-from refit_transport.rl.policy.parallel import load_sharded
+from refit_transport.rl.policy.loading import load_sharded
 from refit_transport.rl.policy.worker import ModelWorker
 
 
 class ValueModel(nn.Module):
-    """``backbone`` and a linear head on its last hidden state. The head starts at zero: a constant first guess."""
+    """The backbone of a causal language model and a linear head on its last hidden state."""
 
-    def __init__(self, backbone: Any) -> None:
+    def __init__(self, language_model: Any) -> None:
         super().__init__()
-        self.backbone = backbone
-        width = backbone.config.get_text_config().hidden_size
-        parameter = next(backbone.parameters())
+        self.backbone = language_model.base_model
+        width = language_model.config.get_text_config().hidden_size
+        parameter = next(language_model.parameters())
         self.head = nn.Linear(width, 1, device=parameter.device, dtype=parameter.dtype)
+
+    def reset_new_parameters(self) -> None:
+        """The head starts at zero: a constant first guess."""
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
@@ -35,9 +38,7 @@ class ValueWorker(ModelWorker):
     """The critic. ``config`` is the ``value.*`` sub-tree; ``train`` takes a loss on values, such as ``ValueLoss``."""
 
     def _load(self) -> nn.Module:
-        from transformers import AutoModel
-
-        return load_sharded(AutoModel, self.config, self.sizes, self.device, wrap=ValueModel)
+        return load_sharded(self.config, self.sizes, self.device, wrap=ValueModel)
 
     def _outputs(self, batch: Batch) -> torch.Tensor:
         # The value that belongs to token i is that of the state in which it was chosen: the tokens before it.

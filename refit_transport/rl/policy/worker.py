@@ -14,11 +14,12 @@ import torch.distributed as dist
 from refit_transport.rl.batch import Batch, batch_sums, select_rows
 from refit_transport.rl.metrics import average_updates, combine_parts
 from refit_transport.rl.policy import checkpoint
+from refit_transport.rl.policy.loading import load_sharded
 from refit_transport.rl.policy.logprobs import token_logprobs
 from refit_transport.rl.policy.lora import add_adapters
 from refit_transport.rl.policy.micro_batches import Loss, micro_batch_rows, rank_rows, step_rows, take_rows
 from refit_transport.rl.policy.optimizer import build_optimizer, build_scheduler, clip_gradients
-from refit_transport.rl.policy.parallel import ParallelSizes, load_sharded, local_shards
+from refit_transport.rl.policy.parallel import ParallelSizes, local_shards
 from refit_transport.trainers.dtensor import DTensorSource
 
 
@@ -138,11 +139,9 @@ class PolicyWorker(ModelWorker):
     _source: DTensorSource | None = None
 
     def _load(self) -> torch.nn.Module:
-        from transformers import AutoModelForCausalLM
-
         lora = (self.config.get("dtensor_cfg") or {}).get("lora_cfg") or {}
         wrap = partial(add_adapters, config=lora) if lora.get("enabled") else None
-        return load_sharded(AutoModelForCausalLM, self.config, self.sizes, self.device, wrap)
+        return load_sharded(self.config, self.sizes, self.device, wrap)
 
     def _outputs(self, batch: Batch) -> torch.Tensor:
         # Padding is on the right, so causal attention needs no mask to keep it out of the tokens that count.

@@ -1,0 +1,106 @@
+"""Loads a Hugging Face checkpoint into a model that is sharded over the ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from refit_transport.rl.policy.parallel import ParallelSizes, shard_layers
+from refit_transport.trainers.checkpoint_names import CheckpointTensor
+from refit_transport.trainers.dtensor_load import CheckpointFiles, allocate, load_shards, parameters_without_memory
+from refit_transport.trainers.tied_names import distinct_tensors
+
+logger = logging.getLogger(__name__)
+
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def load_sharded(
+    config: Mapping[str, Any], sizes: ParallelSizes, device: torch.device, wrap: Wrap | None = None
+) -> nn.Module:
+    """The causal language model of ``config["model_name"]`` (a local directory) with float32 parameters, sharded.
+
+    ``wrap`` turns it into the module that is sharded (adapters, a value head); modules it adds have a method
+    ``reset_new_parameters``. FSDP2, or HSDP, cuts every layer; with tensor parallelism transformers does all of it.
+    """
+    if sizes.tp > 1:
+        if wrap is not None:
+            key = "policy.dtensor_cfg.tensor_parallel_size"
+            raise ValueError(f"{key}: got {sizes.tp}, allowed 1 with LoRA or a value head")
+        model = _load_tensor_parallel(config, sizes)
+        _configure(model, config)
+        return model
+    files = CheckpointFiles(config["model_name"])
+    language_model, written = _build(config, files, device)
+    _configure(language_model, config)
+    model = wrap(language_model) if wrap else language_model
+    names = ("dp_replicate", "dp_shard")
+    mesh = init_device_mesh(device.type, (sizes.dp_replicate, sizes.dp_shard), mesh_dim_names=names)
+    shard_layers(model, mesh if sizes.dp_replicate > 1 else mesh["dp_shard"], config)
+    if written:
+        offload = (config.get("dtensor_cfg") or {}).get("cpu_offload")
+        allocate(model, torch.device("cpu") if offload else device)
+        state = language_model.state_dict(keep_vars=True)
+        load_shards(files, written, {name: t for name, t in state.items() if not t.is_meta})
+    for module in model.modules():
+        if hasattr(module, "reset_new_parameters"):
+            module.reset_new_parameters()
+    return model
+
+
+def _build(
+    config: Mapping[str, Any], files: CheckpointFiles, device: torch.device
+) -> tuple[nn.Module, list[CheckpointTensor]]:
+    """The model without memory, and the tensors to read into it once it is sharded; or, where the files do not hold
+    just those tensors (a legacy format), the loaded model and nothing to read."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = config["model_name"]
+    overrides = config.get("hf_config_overrides") or {}
+    settings = AutoConfig.from_pretrained(path, local_files_only=True, **overrides)
+    with parameters_without_memory():
+        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    written, _ = distinct_tensors(model, model.state_dict(keep_vars=True))
+    if files.has_all(written):
+        return model, written
+    logger.info("%s: names differ from those of %s; every rank reads the whole checkpoint", path, type(model).__name__)
+    model = AutoModelForCausalLM.from_pretrained(path, config=settings, dtype=torch.float32, local_files_only=True)
+    return model.to(device), []
+
+
+def _configure(model: nn.Module, config: Mapping[str, Any]) -> None:
+    model.config.use_cache = False
+    if (config.get("dtensor_cfg") or {}).get("activation_checkpointing"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _load_tensor_parallel(config: Mapping[str, Any], sizes: ParallelSizes) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    precision = config.get("precision") or "float32"
+    if precision == "float16":
+        raise ValueError(
+            f"policy.precision: got float16 with tensor_parallel_size {sizes.tp}, allowed float32, bfloat16"
+        )
+    os.environ.setdefault("LOCAL_RANK", "0")  # transformers reads it to pick a device
+    distributed = DistributedConfig(
+        tp_size=sizes.tp,
+        fsdp_size=sizes.dp_shard,
+        ep_size=sizes.ep,
+        fsdp_cpu_offload=bool((config.get("dtensor_cfg") or {}).get("cpu_offload")),
+        fsdp_mixed_precision=precision == "bfloat16",
+    )
+    return AutoModelForCausalLM.from_pretrained(
+        config["model_name"],
+        distributed_config=distributed,
+        dtype=torch.float32,
+        local_files_only=True,
+        **(config.get("hf_config_overrides") or {}),
+    )

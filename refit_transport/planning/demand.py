@@ -61,6 +61,8 @@ class Demand:
     """Elements that a holder set has to send, by the number of copies needed: ``{holder set: {copies: elements}}``."""
     receiving: tuple[int, ...]
     """Elements by receiver set."""
+    several: tuple[int, ...]
+    """Receiver sets of more than one rank."""
 
     @property
     def copies(self) -> np.ndarray:
@@ -99,7 +101,8 @@ def demand_of(
     table, receivers = _table(far)
     all_far = table[kind.reshape(-1)]
     sending, receiving = _totals(atoms, all_far, len(receivers))
-    return Demand(atoms, tuple(holders), tuple(local), tuple(near), all_far, receivers, sending, receiving)
+    several = tuple(number for number, ranks in enumerate(receivers) if len(ranks) > 1)
+    return Demand(atoms, tuple(holders), tuple(local), tuple(near), all_far, receivers, sending, receiving, several)
 
 
 def _totals(atoms: Atoms, far: np.ndarray, receivers: int) -> tuple[dict[int, dict[int, int]], tuple[int, ...]]:

@@ -5,15 +5,14 @@ The result is a template in slot codes, shared by all groups whose demand and sh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from .copies import Fractions, OwnCopies, copy_segments
 from .demand import Demand
 from .stripes import Dealer, RowAxis, Segments, owners_at, row_axis, stripe_boxes, unite
-
-Fractions = dict[int, np.ndarray]
-"""By number of a set of several ranks: the fraction of the set's bytes that each rank takes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,10 +47,6 @@ class Shares:
 
 
 _NONE = np.zeros(0)
-
-
-OwnCopies = dict[int, dict[int, int]]
-"""``{holder set: {copies needed: copies that the holders send themselves}}``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,11 +136,17 @@ def route_demand(demand: Demand, shares: Shares, chains: Chains, itemsize: int, 
         rows.add(holder, rank, _boxes(demand, atoms), 0)
     for position, (needer, holders, atoms) in enumerate(demand.near):
         _route_near(rows, demand, axis, needer, holders, atoms, shares.near.get(position), stripe_bytes)
-    source = source_segments(demand, axis, shares, stripe_bytes)
+    sources, sent = copy_segments(demand, axis, shares.senders, chains.own, stripe_bytes)
     targets = target_segments(demand, axis, shares, stripe_bytes)
-    relay = Relay(rows, demand, axis, unite([source, *targets]))
-    relay.route(targets, chains, owners_at(source, relay.start))
-    return rows.template(source.dealt, dealt_to(targets))
+    common = unite(targets) if targets else axis.first[:-1]
+    alike: dict[bytes, list[int]] = {}
+    for copy, segments in enumerate(sources):
+        alike.setdefault(segments.start.tobytes(), []).append(copy)
+    for copies in alike.values():
+        relay = Relay(rows, demand, axis, np.union1d(common, sources[copies[0]].start))
+        senders = np.stack([owners_at(sources[copy], relay.start) for copy in copies], axis=1)
+        relay.route(targets, chains, copies, senders)
+    return rows.template(sent, dealt_to(targets))
 
 
 def dealt_to(targets: list[Segments]) -> Fractions:
@@ -157,7 +158,7 @@ def _boxes(demand: Demand, atoms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def source_segments(demand: Demand, axis: RowAxis, shares: Shares, stripe_bytes: int) -> Segments:
-    """Which holder sends which rows."""
+    """Which holder sends which rows, if each byte leaves its holders once."""
     first = np.array([codes[0] for codes in demand.holders], np.int64)
     classes = [
         (index, np.flatnonzero(demand.atoms.holders == index), demand.holders[index], share)
@@ -217,17 +218,24 @@ class Relay:
         self,
         targets: list[Segments],
         chains: Chains,
-        sender: np.ndarray,
+        copies: Sequence[int] | None,
+        senders: np.ndarray,
         first_hop: np.ndarray | None = None,
         first_parent: np.ndarray | None = None,
     ) -> None:
-        """The first copies of each stripe come from ``sender``, who forwards the transfer ``first_parent`` if that is
-        not -1. With c chains, the target at place p among those that need a stripe is fed by the one at p - c."""
+        """Serves the targets that get one of ``copies`` (None: all), of which ``senders`` [stripes, copies] send the
+        first; the sender forwards the transfer ``first_parent`` if that is not -1. With c chains, the target at place p
+        among those that need a stripe is fed by the one at p - c, and gets copy p modulo c."""
         needed = self.far >= 0
-        copies = np.maximum(needed.sum(axis=1, keepdims=True), 1)
-        place = np.where(needed, (np.cumsum(needed, axis=1) - 1 + chains.turn) % copies, -1)
+        of = np.maximum(needed.sum(axis=1, keepdims=True), 1)
+        place = np.where(needed, (np.cumsum(needed, axis=1) - 1 + chains.turn) % of, -1)
         count = chains.of_atoms(self.demand)[self.atom]
-        depths = np.where(needed, place // count[:, None], -1)
+        column = np.zeros(count.max(initial=0) + 1, np.int64)
+        if copies is not None:
+            column[:] = -1
+            column[list(copies)] = np.arange(len(copies))
+        column = column[place % count[:, None]]
+        depths = np.where(needed & (column >= 0), place // count[:, None], -1)
         receiver = np.array([owners_at(segments, self.start) for segments in targets]).reshape(self.far.shape[::-1]).T
         arrived = np.full(self.far.shape, -1, np.int64)  # row of the transfer into each target
         for depth in range(depths.max(initial=-1) + 1):
@@ -237,11 +245,11 @@ class Relay:
                 parent, source = arrived[stripe, before], receiver[stripe, before]
             else:
                 parent = first_parent[stripe] if first_parent is not None else -1
-                source = sender[stripe]
+                source = senders[stripe, column[stripe, target]]
             hop = depth + (first_hop[stripe] if first_hop is not None else 0)
             box = self.low[stripe], self.high[stripe]
             arrived[stripe, target] = self.rows.add(source, receiver[stripe, target], box, hop, parent)
-        self._fan_out(*np.nonzero(needed), depths, receiver, arrived, first_hop)
+        self._fan_out(*np.nonzero(depths >= 0), depths, receiver, arrived, first_hop)
 
     def _fan_out(
         self,

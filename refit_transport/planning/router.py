@@ -9,11 +9,12 @@ from itertools import pairwise
 import numpy as np
 
 from .balance import Candidates, Ledger
+from .copies import Fractions, OwnCopies
 from .demand import decode
 from .fabric import Fabric
 from .jobs import Job
 from .plan import PlanOptions
-from .route import Chains, Fractions, OwnCopies, Shares, Template, route_demand
+from .route import Chains, Shares, Template, route_demand
 from .route_broadcast import route_through_root
 from .transfers import TransferTable
 
@@ -73,11 +74,12 @@ class Router:
             if len(job.holders[number]) > 1:
                 elements = sum(by_copies.values())
                 amount = _sent(job, number, by_copies, own)
-                senders[number] = self._share(self.senders, job, job.holders[number], elements, amount)
+                copies = 1 if job.root is not None else min(own[number].values())
+                senders[number] = self._share(self.senders, job, job.holders[number], elements, amount, copies)
         receivers: Fractions = {}
-        for number, (ranks, elements) in enumerate(zip(job.demand.receivers, job.demand.receiving)):
-            if len(ranks) > 1:
-                receivers[number] = self._share(self.receivers, job, ranks, elements, elements * job.weight)
+        for number in job.demand.several:
+            ranks, elements = job.demand.receivers[number], job.demand.receiving[number]
+            receivers[number] = self._share(self.receivers, job, ranks, elements, elements * job.weight)
         near: Fractions = {}
         for position, holders, elements in job.lending():
             if len(holders) > 1:
@@ -86,9 +88,11 @@ class Router:
                 self.near.charge(holders, share * elements * job.weight)
         return Shares(senders, receivers, near)
 
-    def _share(self, ledger: Ledger, job: Job, candidates: Candidates, elements: int, amount: float) -> np.ndarray:
+    def _share(
+        self, ledger: Ledger, job: Job, candidates: Candidates, elements: int, amount: float, copies: int = 1
+    ) -> np.ndarray:
         parts = max(1, elements * job.spec.itemsize // self.options.stripe_bytes)
-        return ledger.shares(candidates, amount, parts)
+        return ledger.shares(candidates, amount, parts * copies)
 
     def _charge(self, job: Job, template: Template, own: OwnCopies) -> None:
         """Notes what the cuts really gave each rank."""

@@ -41,7 +41,7 @@ def _plot(path: Path, labels: Mapping[str, str], draw: Callable[[Any], None]) ->
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(7.5, 4.2), dpi=120, layout="constrained")
+    figure = Figure(figsize=(8.5, 4.2), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     draw(axes)
@@ -49,7 +49,7 @@ def _plot(path: Path, labels: Mapping[str, str], draw: Callable[[Any], None]) ->
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path)
     return path
 
@@ -85,7 +85,10 @@ def _draw_refits(axes: Any, refits: Sequence[Line]) -> None:
     axes.plot(versions, total, ".-", color="black", linewidth=1, label="whole refit")
     axes.axhline(middle, color="black", linestyle=":", linewidth=1, label=f"median {middle:.3g} ms")
     # One slow first refit (it plans and compiles) should not flatten all the others.
-    axes.set_ylim(0, max(1.15 * max(total[1:] or total), 1.5 * middle))
+    top = max(1.15 * max(total[1:] or total), 1.5 * middle)
+    axes.set_ylim(0, top)
+    if total[0] > top:
+        axes.plot([], [], " ", label=f"first {total[0]:.4g} ms, off the scale")
 
 
 def longest_phases(refits: Sequence[Line]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from refit_transport.rl.sample_filters import mask_truncated
 from refit_transport.rl.settings import CheckpointSettings, LoopSettings
 from refit_transport.rl.timing import StepTimer
 from refit_transport.rl.validation import Validator
+
+logger = logging.getLogger(__name__)
 
 
 class Update(Protocol):
@@ -94,7 +97,10 @@ class TrainingLoop:
         metrics["weight_version"] = float(self.freshness.version)
         self.step += 1
         self.reporter.rollouts(self.step, [rollout.row() for rollout in rollouts.rollouts])
-        named = _prefixed("train/", metrics) | _prefixed("timing/train/", self.timer.take())
+        times = self.timer.take()
+        rates = _throughput(rollouts, times)
+        named = _prefixed("train/", metrics) | _prefixed("timing/train/", times) | rates
+        _warn_about_undefined(self.step, named)
         if not self.validator.due(self.step, last=self._limit() is not None):
             return named, False
         validated = self._validate()
@@ -144,6 +150,21 @@ class TrainingLoop:
         self.freshness.resume_at(state["weight_version"])
         self.collector.consumed_samples = state["consumed_samples"]
         self.collector.dataloader.restore(state["dataloader"])
+
+
+def _throughput(rollouts: StepRollouts, times: Mapping[str, float]) -> dict[str, float]:
+    """Tokens per second: of the whole step, and generated ones during generation."""
+    measured = rollouts.metrics()["total_num_tokens"], float(rollouts.lengths().sum())
+    return {
+        "performance/tokens_per_second": measured[0] / times["total_step_time"],
+        "performance/generated_tokens_per_second": measured[1] / max(times["generation"], 1e-9),
+    }
+
+
+def _warn_about_undefined(step: int, metrics: Mapping[str, float]) -> None:
+    """A log-probability that is not a number, say, would otherwise show only as a gap in a plot."""
+    if undefined := sorted(name for name, value in metrics.items() if not math.isfinite(value)):
+        logger.warning("step %d: metrics that are not finite: %s", step, ", ".join(undefined))
 
 
 def _prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -60,6 +60,8 @@ class PpoUpdate:
         return metrics | average_updates(critic) | average_updates(policy), train_policy
 
     def _infer_values(self, batch: Batch) -> None:
+        with self._timer.phase("policy_offload_after_refit"):
+            self._policy.finish_training()
         with self._timer.phase("value_inference"):
             self._value.prepare_for_inference()
             batch["values"] = self._value.values(batch)

@@ -226,3 +226,10 @@ def test_resuming_with_another_data_set_is_refused(tmp_path: Path) -> None:
     loop.collector.dataloader = Dataloader(examples(8, seed=0), seed=0)
     with pytest.raises(ValueError, match="the data set has 8 examples, the checkpoint was written with 8192"):
         loop.run()
+
+
+def test_a_metric_that_is_not_finite_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loop, _ = scripted_loop(tmp_path, offset=float("nan"), max_num_steps=1)
+    loop.run()
+    assert "step 1: metrics that are not finite: " in caplog.text
+    assert "train/token_mult_prob_error" in caplog.text

@@ -12,6 +12,7 @@ from tests.rl.stand_ins import scripted_loop
 
 GENERATE = ["wake", "generate 16", "sleep"]
 INFER = [
+    "policy.finish_training",
     "value.prepare_for_inference",
     "value.values",
     "value.finish",

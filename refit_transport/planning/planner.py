@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import prod
 
-from refit_transport.layout.layout import ITEMSIZE, LogicalParameter, SideDescription
+from refit_transport.layout.layout import LogicalParameter, SideDescription
 
 from .balance import Ledger, fair_fractions
-from .buckets import Queue, fill_buckets, group_load
+from .buckets import Queued, fill_buckets
 from .digest import plan_digest
 from .fabric import Fabric
 from .groups import GroupSpec, group_entries, travel_order
-from .jobs import JobMaker, total_supply
+from .jobs import Job, JobMaker, total_supply
+from .loads import TemplateLoad
 from .plan import Plan, PlanError, PlanOptions, TransferGroup
-from .router import Router
+from .router import Routed, Router
 from .supply import own_shares
-from .transfers import TransferTable
 
 
 def plan_refit(
@@ -39,11 +39,10 @@ def plan_refit(
     _check_ranks(source, sink, fabric)
     specs, unused = group_entries(source, sink, ordered, options)
     _check_once(specs, sink, ordered)
-    tables = _route(source, sink, fabric, options, ordered, specs)
-    world = len(fabric.domain_of) - 1
-    loads = [group_load(table, spec.itemsize, world) for table, spec in zip(tables, specs)]
-    buckets, slab_dims = fill_buckets([_queue(spec) for spec in specs], tables, loads, options, world)
-    groups = tuple(_group(spec, table, dim, sink) for spec, table, dim in zip(specs, tables, slab_dims))
+    jobs, routed = _route(source, sink, fabric, options, ordered, specs)
+    queues = [_queue(job, of.load) for job, of in zip(jobs, routed)]
+    buckets = fill_buckets(queues, options.bucket_bytes, len(fabric.domain_of) - 1)
+    groups = tuple(_group(spec, of, sink) for spec, of in zip(specs, routed))
     digest = plan_digest(source, sink, ordered, domains, options)
     return Plan(ordered, groups, buckets, domains, options, digest, unused)
 
@@ -55,7 +54,7 @@ def _route(
     options: PlanOptions,
     parameters: tuple[LogicalParameter, ...],
     specs: list[GroupSpec],
-) -> list[TransferTable]:
+) -> tuple[list[Job], list[Routed]]:
     """First adds up the whole plan, then cuts each group so that the sum is balanced."""
     maker = JobMaker(source, sink, fabric, options.broadcast_root == "single", parameters)
     jobs = [maker.make(spec) for spec in specs]
@@ -69,7 +68,7 @@ def _route(
         receivers=Ledger(fair_fractions(supply.receiving)),
         near=Ledger(fair_fractions(supply.near)),
     )
-    return [router.route(job) for job in jobs]
+    return jobs, [router.route(job) for job in jobs]
 
 
 def _check_options(options: PlanOptions) -> None:
@@ -105,13 +104,12 @@ def _check_once(specs: list[GroupSpec], sink: SideDescription, parameters: tuple
             seen |= ranks
 
 
-def _queue(spec: GroupSpec) -> Queue:
-    return Queue(
-        spec.src_layout, spec.members, prod(spec.shape) * ITEMSIZE[spec.wire_dtype], spec.shape, spec.wire_dtype
-    )
+def _queue(job: Job, load: TemplateLoad) -> Queued:
+    spec = job.spec
+    return Queued(spec.src_layout, spec.members, prod(spec.shape) * spec.itemsize, load, job.slot_ranks)
 
 
-def _group(spec: GroupSpec, table: TransferTable, slab_dim: int, sink: SideDescription) -> TransferGroup:
+def _group(spec: GroupSpec, routed: Routed, sink: SideDescription) -> TransferGroup:
     return TransferGroup(
         route=spec.route,
         shape=spec.shape,
@@ -120,7 +118,7 @@ def _group(spec: GroupSpec, table: TransferTable, slab_dim: int, sink: SideDescr
         wire_dtype=spec.wire_dtype,
         whole=spec.whole,
         members=tuple(spec.members),
-        transfers=table,
+        transfers=routed.table,
         targets=sink.layouts[spec.dst_layout].ranks,
-        slab_dim=slab_dim,
+        slab_dim=routed.load.slab_dim,
     )

@@ -13,10 +13,19 @@ from .copies import Fractions, OwnCopies
 from .demand import decode
 from .fabric import Fabric
 from .jobs import Job
+from .loads import TemplateLoad, template_load
 from .plan import PlanOptions
 from .route import Chains, Shares, Template, route_demand
 from .route_broadcast import route_through_root
 from .transfers import TransferTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routed:
+    """The outcome for one job."""
+
+    table: TransferTable
+    load: TemplateLoad
 
 
 @dataclass(slots=True)
@@ -31,10 +40,11 @@ class Router:
     receivers: Ledger
     near: Ledger
     _turn: int = field(default=0, init=False)
-    _templates: dict[tuple[object, ...], tuple[Template, np.ndarray]] = field(default_factory=dict, init=False)
+    _templates: dict[tuple[object, ...], tuple[Template, np.ndarray, TemplateLoad]] = field(default_factory=dict, init=False)
     _fans: dict[tuple[int, ...], int] = field(default_factory=dict, init=False)
 
-    def route(self, job: Job) -> TransferTable:
+    def route(self, job: Job) -> Routed:
+        """Raises PlanError when a single row of a member does not fit into a bucket."""
         own = job.own_copies(self.own_shares, self.options.relay)
         shares = self._shares(job, own)
         relays = any(sent < copies for of_set in own.values() for copies, sent in of_set.items())
@@ -44,12 +54,15 @@ class Router:
         key = (job.key, job.spec.itemsize, shares.key(), chains, turn % job.demand.far.shape[1] if turn else 0)
         if key not in self._templates:
             template = self._template(job, shares, Chains(own, turn))
-            self._templates[key] = template, self._fan(template)
-        template, fan = self._templates[key]
+            load = template_load(
+                template, job.slot_ranks, job.spec.shape, job.spec.itemsize, self.options.bucket_bytes
+            )
+            self._templates[key] = template, self._fan(template), load
+        template, fan, load = self._templates[key]
         self._charge(job, template, own)
         src, dst = decode(template.src, job.slot_ranks), decode(template.dst, job.slot_ranks)
         ndim = len(job.spec.shape)
-        return TransferTable(
+        table = TransferTable(
             src=src,
             dst=dst,
             start=template.start[:, :ndim],
@@ -61,6 +74,7 @@ class Router:
             fan=fan,
             numel=template.numel,
         )
+        return Routed(table, load)
 
     def _template(self, job: Job, shares: Shares, chains: Chains) -> Template:
         itemsize, stripe_bytes = job.spec.itemsize, self.options.stripe_bytes

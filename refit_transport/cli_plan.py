@@ -84,6 +84,7 @@ def job_from(args: argparse.Namespace) -> Job:
     from refit_transport.planning.presets.clusters import load_cluster
 
     cluster = _collect(found, lambda: load_cluster(name))
+    found += _misfits(recipe)
     if found:
         raise UsageError("\n".join(["the plan cannot be made:", *found]))
     job = Job(
@@ -97,12 +98,33 @@ def job_from(args: argparse.Namespace) -> Job:
 def model_named(name: str) -> Model:
     """A preset, a built-in tiny model, the last part of a repository's name, or a configuration on this machine."""
     from refit_transport.config.tiny_models import TINY_MODELS
-    from refit_transport.planning.presets.models import MODELS, load_model, model_from_config
+    from refit_transport.planning.presets.models import (
+        MODELS,
+        UnknownArchitectureError,
+        load_model,
+        model_from_config,
+    )
 
     if name in TINY_MODELS:
         return model_from_config(name, TINY_MODELS[name], "built in")
     last = name.rsplit("/", 1)[-1].lower()
-    return load_model(last if last in MODELS and not Path(name).exists() else name)
+    try:
+        return load_model(last if last in MODELS and not Path(name).exists() else name)
+    except UnknownArchitectureError:
+        return _from_transformers(Path(name))
+
+
+def _from_transformers(path: Path) -> Model:
+    """A model that only transformers knows, cut by the names that most architectures share."""
+    from refit_transport.cli_classify import model_parameters
+    from refit_transport.planning.presets.by_name import tensors_by_name
+    from refit_transport.planning.presets.models import Model
+
+    parameters, source = model_parameters(str(path))
+    file = path / "config.json" if path.is_dir() else path
+    config = json.loads(file.read_text())
+    tensors = tensors_by_name(parameters, config.get("text_config") or config)
+    return Model(file.parent.name, config, source, ("how tensors are cut is guessed from their names",), tensors)
 
 
 def _from_sizes(args: argparse.Namespace, found: list[str]) -> dict[str, Any]:
@@ -174,6 +196,13 @@ def _options(setup: Any) -> Any:
 
     given = setup.get(f"policy.generation.refit_cfg.{setup.transport}") or {}
     return PlanOptions(**{f.name: given[f.name] for f in fields(PlanOptions) if given.get(f.name) is not None})
+
+
+def _misfits(recipe: dict[str, Any]) -> list[str]:
+    from refit_transport.planning.presets.layouts import misfits
+
+    sides = [recipe.get(key) for key in ("model", "training", "generation")]
+    return misfits(*sides) if all(sides) else []
 
 
 def _collect(found: list[str], make: Callable[[], Any]) -> Any:

@@ -12,7 +12,7 @@ from refit_transport.planning.cost import Bound, Prediction, lower_bound, predic
 from refit_transport.planning.plan import Plan, PlanOptions
 from refit_transport.planning.planner import plan_refit
 from refit_transport.planning.presets.clusters import Cluster
-from refit_transport.planning.presets.layouts import describe_generation, describe_training, domains_for
+from refit_transport.planning.presets.layouts import describe_generation, describe_training, domains_for, misfits
 from refit_transport.planning.presets.models import Model
 from refit_transport.planning.presets.parallel import Generation, Training
 from refit_transport.planning.presets.whole import want_whole
@@ -78,7 +78,7 @@ def study(job: Job, scopes: Sequence[str] = SCOPES, broadcast: bool = True) -> S
     """Plan and predict ``nccl_reshard`` for every scope, then ``gather_broadcast`` unless ``broadcast`` is False.
 
     Raises:
-        ValueError: the sizes do not fit the model; every violation at once.
+        JobError: the sizes do not fit the model; every violation at once.
         PlanError: the two sides cannot be joined.
     """
     source, shards = _describe(job)
@@ -95,19 +95,12 @@ def study(job: Job, scopes: Sequence[str] = SCOPES, broadcast: bool = True) -> S
 
 
 def _describe(job: Job) -> tuple[SideDescription, SideDescription]:
-    found: list[str] = []
-    sides = []
-    for describe, sizes, ranks in (
-        (describe_training, job.training, job.trainers),
-        (describe_generation, job.generation, job.generators),
-    ):
-        try:
-            sides.append(describe(job.model, sizes, ranks.start))
-        except ValueError as error:
-            found.append(str(error))
-    if found:
+    if found := misfits(job.model, job.training, job.generation):
         raise JobError("\n".join(found))
-    return sides[0], sides[1]
+    return (
+        describe_training(job.model, job.training, job.trainers.start),
+        describe_generation(job.model, job.generation, job.generators.start),
+    )
 
 
 class JobError(ValueError):

@@ -188,7 +188,19 @@ def _expert_owner(expert: int, experts: int, ranks: int) -> int:
     return expert // (base + 1) if expert < edge else extra + (expert - edge) // base
 
 
+def misfits(model: Model, training: Training, generation: Generation) -> list[str]:
+    """Every reason why the sizes do not fit the model."""
+    return _misfits(model, training.ep, training.pp * training.vpp, "--train") + _misfits(
+        model, 1, generation.pp, "--gen"
+    )
+
+
 def _check(model: Model, ep: int, stages: int, option: str) -> None:
+    if found := _misfits(model, ep, stages, option):
+        raise ValueError("\n".join(found))
+
+
+def _misfits(model: Model, ep: int, stages: int, option: str) -> list[str]:
     found = []
     if ep > 1 and not model.experts:
         found.append(f"{option}: ep = {ep}, but {model.name} has no experts")
@@ -196,5 +208,4 @@ def _check(model: Model, ep: int, stages: int, option: str) -> None:
         found.append(f"{option}: the {model.experts} experts of {model.name} do not divide over ep = {ep}")
     if stages > model.layers:
         found.append(f"{option}: {stages} pipeline runs, but {model.name} has only {model.layers} layers")
-    if found:
-        raise ValueError("\n".join(found))
+    return found

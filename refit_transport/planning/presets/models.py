@@ -30,18 +30,24 @@ class Model:
     source: str
     assumed: tuple[str, ...] = ()
     """What is not public and was chosen, one sentence each; empty when all shapes are public."""
+    given: tuple[ModelTensor, ...] = ()
+    """Tensors of an architecture that has no rule in ``FAMILIES``."""
 
     @cached_property
     def tensors(self) -> tuple[ModelTensor, ...]:
-        return tuple(FAMILIES[self.config["model_type"]](self.config))
+        return self.given or tuple(FAMILIES[self.config["model_type"]](self.config))
 
     @property
     def layers(self) -> int:
+        if self.given:
+            return max((tensor.layer for tensor in self.given), default=0) + 1
         pattern = self.config.get("hybrid_override_pattern")
         return len(pattern) if pattern else self.config["num_hidden_layers"]
 
     @property
     def experts(self) -> int:
+        if self.given:
+            return max((tensor.expert for tensor in self.given), default=-1) + 1
         keys = ("num_experts", "n_routed_experts", "num_local_experts")
         return next((self.config[key] for key in keys if self.config.get(key)), 0)
 

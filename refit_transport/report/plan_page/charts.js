@@ -91,7 +91,7 @@ function heatLegend(root, heat, most, left, y, width) {
 }
 
 function drawTimeline(where, timeline, figures, bound) {
-  const left = 78, width = 560, lane = 27, top = 4;
+  const left = 78, width = 560, lane = 36, top = 4;
   const busy = PHASES.filter((phase) => timeline.lanes[phase].length);
   const height = top + busy.length * lane;
   const root = canvas(where, left + width + 22, height + 52, "Time line of the phases of all buckets");
@@ -104,12 +104,12 @@ function drawTimeline(where, timeline, figures, bound) {
   }
   svg(root, "text", { x: left + width, y: height + 32, "text-anchor": "end" }, `time (${scale.unit})`);
   busy.forEach((phase, row) => {
-    svg(root, "text", { x: left - 8, y: top + row * lane + 18, "text-anchor": "end", class: "name" }, phase.replace("_", "-"));
+    svg(root, "text", { x: left - 8, y: top + row * lane + lane / 2 + 4, "text-anchor": "end", class: "name" }, phase.replace("_", "-"));
     for (const [from, to, spent] of timeline.lanes[phase]) {
       const share = Math.min(1, spent / Math.max(to - from, 1e-12));
       const box = svg(root, "rect", {
-        class: "span", x: x(from).toFixed(2), y: top + row * lane + 4, width: Math.max(0.4, x(to) - x(from) - 0.3).toFixed(2),
-        height: lane - 8, fill: colour(phase), "fill-opacity": (0.18 + 0.82 * share).toFixed(3), rx: 1,
+        class: "span", x: x(from).toFixed(2), y: top + row * lane + 6, width: Math.max(0.4, x(to) - x(from) - 0.3).toFixed(2),
+        height: lane - 12, fill: colour(phase), "fill-opacity": (0.18 + 0.82 * share).toFixed(3), rx: 1,
       });
       hover(box, `${phase.replace("_", "-")}: ${seconds(from)} to ${seconds(to)}, busy ${seconds(spent)}`);
     }
@@ -142,8 +142,8 @@ function drawBars(where, bars, label, show, mark) {
   svg(root, "line", { x1: left, x2: left, y1: top, y2: height, class: "axis" });
   if (mark) {
     const x = left + width * mark.value / most;
-    svg(root, "line", { x1: x, x2: x, y1: top - 2, y2: height + 2, class: "boundline" });
-    svg(root, "text", { x: Math.max(x, left + 40), y: height + 15, "text-anchor": "middle", class: "boundtext" }, mark.name);
+    svg(root, "line", { x1: x, x2: x, y1: top - 2, y2: height + 14, class: "boundline" });
+    svg(root, "text", { x: x + 5, y: height + 13, class: "boundtext" }, mark.name);
     return;
   }
   let x = left;

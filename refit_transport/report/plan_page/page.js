@@ -27,8 +27,8 @@ function fillTiles(shown) {
   const ratio = against ? against.predicted_seconds / shown.predicted_seconds : 1;
   const tiles = [
     [seconds(shown.predicted_seconds), `predicted, ${shown.title}`],
-    [seconds(DATA.bound_seconds), `bound (${DATA.bound.limited_by}); ${percent(shown.bound_share)} of it reached`],
-    [against ? `${digits(ratio)} x` : "-", against ? `as fast as ${against.title} (${seconds(against.predicted_seconds)})` : ""],
+    [seconds(DATA.bound_seconds), `bound by ${DATA.bound.limited_by}; reached ${percent(shown.bound_share)}`],
+    [against ? `${digits(ratio)} x` : "-", against ? `as fast as ${against.title}` : ""],
     [size(shown.peak_extra_bytes_per_rank), "extra memory per rank, at most"],
     [shown.limited_by, "is what limits it", "text"],
   ];

@@ -8,7 +8,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-VOCABULARY = 320
+VOCABULARY = 290
 """Rows of the embedding: 256 bytes, ``<pad>``, ``<eos>`` and unused rows. Not a multiple of 64, so it is padded."""
 
 _DENSE = dict(
@@ -36,6 +36,8 @@ _DEEPSEEK = dict(
     num_experts_per_tok=2,
     n_group=2,
     topk_group=1,
+    topk_method="noaux_tc",
+    scoring_func="sigmoid",
     first_k_dense_replace=1,
     q_lora_rank=64,
     kv_lora_rank=512,
@@ -61,8 +63,8 @@ _QWEN_NEXT = dict(
     shared_expert_intermediate_size=64,
     linear_num_value_heads=4,
     linear_num_key_heads=2,
-    linear_key_head_dim=32,
-    linear_value_head_dim=32,
+    linear_key_head_dim=64,
+    linear_value_head_dim=64,
     linear_conv_kernel_dim=4,
 )
 _VISION = dict(

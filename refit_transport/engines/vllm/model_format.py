@@ -14,11 +14,19 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO, _get_original_loader
-from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, materialize_meta_tensor, to_meta_tensor
+from vllm.model_executor.model_loader.reload.meta import (
+    SKIP_LOAD_TENSORS,
+    SKIP_TENSORS,
+    materialize_meta_tensor,
+    to_meta_tensor,
+)
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 EXPERT_MAPS = SKIP_LOAD_TENSORS - {"e_score_correction_bias"}
 """Buffers whose values loaders read to find their way. They are part of the layout, never of the weights."""
+
+NEVER_NOTED = SKIP_TENSORS - EXPERT_MAPS
+"""Loadable tensors of which vLLM notes no model format, because it never moves them."""
 
 
 @dataclass
@@ -55,7 +63,7 @@ def model_format(module: nn.Module) -> dict[str, torch.Tensor]:
     noted = {} if info is None else {**info.restore_metadata[0], **info.restore_metadata[1]}
     found = {}
     for name, tensor in tensors_of(module).items():
-        if name not in noted and name not in module._non_persistent_buffers_set:
+        if name in NEVER_NOTED:
             found[name] = _as_created(module, name, tensor)
     found.update((name, to_meta_tensor(tensor)) for name, tensor in noted.items())
     for name in EXPERT_MAPS & found.keys():
@@ -68,7 +76,7 @@ def model_format(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _as_created(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """vLLM notes no format for a few tensors, because they never change shape. A CPU kernel widens a bias to float32,
+    """Such a tensor keeps its shape, but a CPU kernel widens a bias to float32,
     though the loader rounded it to the layer's dtype before."""
     meta = to_meta_tensor(tensor)
     if name == "bias" and isinstance(module, LinearBase) and meta.dtype != module.params_dtype:
@@ -87,10 +95,11 @@ def replace(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
 def in_model_format(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """Every module of ``model`` on the meta device in model format, by the path of each tensor; put back afterwards.
 
-    Tied modules, which hold one Parameter, hold one meta tensor inside.
+    Tied modules, which hold one Parameter, hold one meta tensor inside; it is listed under its first path.
     """
     saved: list[tuple[nn.Module, KernelTensors]] = []
     twins: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
     paths: dict[str, torch.Tensor] = {}
     try:
         for path, module in model.named_modules():
@@ -103,7 +112,9 @@ def in_model_format(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
                     delattr(module, name)
             replace(module, metas)
             for name, tensor in metas.items():
-                paths.setdefault(f"{path}.{name}" if path else name, tensor)
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    paths[f"{path}.{name}" if path else name] = tensor
         yield paths
     finally:
         for module, kernel in saved:

@@ -11,6 +11,7 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.model_executor.model_loader.reload.layerwise", "LAYERWISE_INFO"),
     ("vllm.model_executor.model_loader.reload.layerwise", "_get_original_loader"),
     ("vllm.model_executor.model_loader.reload.meta", "SKIP_LOAD_TENSORS"),
+    ("vllm.model_executor.model_loader.reload.meta", "SKIP_TENSORS"),
     ("vllm.model_executor.model_loader.reload.meta", "to_meta_tensor"),
     ("vllm.model_executor.model_loader.reload.meta", "materialize_meta_tensor"),
     ("vllm.model_executor.model_loader.reload.sanitize", "restore_layer_refs"),
@@ -23,6 +24,8 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.model_executor.layers.fused_moe.routed_experts", "RoutedExperts"),
     ("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod"),
     ("vllm.config", "set_current_vllm_config"),
+    ("vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory"),
+    ("vllm.distributed.weight_transfer.factory", "WeightTransferTrainerFactory"),
 )
 """Module and attribute. vLLM promises none of them to outside code."""
 

@@ -131,11 +131,14 @@ class _Recorder(TorchDispatchMode):
         return self._derived.get(key)
 
     def _trace(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        inputs = [a for a in _tensors_in((args, kwargs))]
-        depends = frozenset().union(*(found[0] for a in inputs if (found := self._depends(a)) is not None))
-        known = {_storage(a) for a in inputs}
+        """Note on what the results of an operation depend, unless they are views of its inputs."""
+        inputs = list(_tensors_in((args, kwargs)))
+        known = {_storage(tensor) for tensor in inputs}
+        if not any(key in self._sources or key in self._tensors or key in self._derived for key in known):
+            return
+        depends = frozenset().union(*(found[0] for tensor in inputs if (found := self._depends(tensor)) is not None))
         for tensor in _tensors_in(result):
-            if depends and _storage(tensor) not in known:
+            if _storage(tensor) not in known:
                 self._derived[_storage(tensor)] = (depends, str(func))
                 self._kept.append(tensor)
 

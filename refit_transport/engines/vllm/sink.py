@@ -20,7 +20,6 @@ from refit_transport.layout.region import Region
 from . import cpu_fixups
 from .destinations import NOT_WEIGHTS, Destinations, destinations
 from .model_format import StagedModule, tensors_of
-from .private_names import check_private_names
 from .recorder import record
 from .write_mode import WriteMode, write_mode
 
@@ -37,7 +36,6 @@ class VllmSink:
     """
 
     def __init__(self, model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> None:
-        check_private_names()
         self._model, self._config, self._device = model, vllm_config, device
         self._modules = dict(model.named_modules())
         self._destinations = Destinations()
@@ -63,6 +61,11 @@ class VllmSink:
         self._names_of = {path: frozenset(needed) for path, needed in names.items()}
         self._destinations = found
         return found.description()
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why a tensor goes whole although it was asked to go directly."""
+        return self._destinations.reasons
 
     def modes(self) -> dict[str, str]:
         """Module path to ``live`` or ``staged``."""

@@ -1,0 +1,136 @@
+"""vLLM engines for tests: their options in one place, started once per family and shared."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import make_model, read_checkpoint
+
+from refit_transport.layout.layout import LogicalParameter
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+EXTENSION = "refit_transport.engines.vllm.extension.RefitExtension"
+OPTIONS: dict[str, Any] = dict(
+    enforce_eager=True,
+    max_model_len=128,
+    max_num_seqs=8,
+    dtype="bfloat16",
+    enable_prefix_caching=False,
+    kv_cache_memory_bytes=32 << 20,
+    weight_transfer_config={"backend": "nccl_reshard"},
+    worker_extension_cls=EXTENSION,
+)
+PROMPTS = ["hello world 12+13=", "the quick brown fox", "abc" * 20]
+
+
+def start_engine(path: Path, **options: Any) -> Any:
+    """A vLLM ``LLM``: inside this process unless it has several workers."""
+    single = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1) == 1
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if single else "1"
+    from vllm import LLM
+
+    return LLM(model=str(path), **{**OPTIONS, **options})
+
+
+def worker_of(llm: Any) -> Any:
+    """The worker of an engine inside this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker
+
+
+def outputs_of(llm: Any, tokens: int = 12) -> list[tuple[list[int], list[float], list[float]]]:
+    """Per prompt: greedy tokens, their log-probabilities, those of the prompt."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=tokens, temperature=0, prompt_logprobs=0, logprobs=0, ignore_eos=True)
+    return [
+        (
+            list(output.outputs[0].token_ids),
+            [step[token].logprob for token, step in zip(output.outputs[0].token_ids, output.outputs[0].logprobs)],
+            [next(iter(step.values())).logprob for step in output.prompt_logprobs if step],
+        )
+        for output in llm.generate(PROMPTS, sampling, use_tqdm=False)
+    ]
+
+
+def parameters_of(checkpoint: dict[str, torch.Tensor]) -> list[LogicalParameter]:
+    return [
+        LogicalParameter(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in sorted(checkpoint.items())
+    ]
+
+
+class LocalRefit:
+    """Plays the transport: brings checkpoints to a sink from tensors of this process."""
+
+    def __init__(self, sink: Any, checkpoint: dict[str, torch.Tensor], direct: frozenset[str] | None = None) -> None:
+        self.sink = sink
+        self.description = sink.describe(parameters_of(checkpoint), frozenset(checkpoint) if direct is None else direct)
+        self.version = 0
+        self.peak_staged_bytes = 0
+
+    def bring(self, checkpoint: dict[str, torch.Tensor]) -> None:
+        self.version += 1
+        self.sink.begin(self.version)
+        for name in sorted(checkpoint):
+            self.bring_one(name, checkpoint[name])
+        self.sink.commit(self.version)
+
+    def bring_one(self, name: str, tensor: torch.Tensor) -> None:
+        """Direct regions are written in two parts each, as buckets do."""
+        if name in self.description.direct:
+            for region in self.description.direct[name]:
+                for part in halves(region):
+                    self.sink.view(name, part).copy_(tensor[part.slices()])
+            self.peak_staged_bytes = max(self.peak_staged_bytes, self.sink.staged_bytes)
+            self.sink.arrived([name], [])
+        elif name in self.description.whole:
+            dtype = getattr(torch, self.description.dtypes[name])
+            self.sink.arrived([], [(name, tensor.to(dtype).contiguous())])
+
+
+def halves(region: Any) -> list[Any]:
+    """``region`` cut in two along its first dimension, where it has one."""
+    if not region.start or region.stop[0] - region.start[0] < 2:
+        return [region]
+    middle = (region.start[0] + region.stop[0]) // 2
+    return [
+        type(region)(region.start, (middle, *region.stop[1:])),
+        type(region)((middle, *region.start[1:]), region.stop),
+    ]
+
+
+class Family:
+    """Two random models of one family, A and B: checkpoints, a live engine of A, and outputs of fresh engines."""
+
+    def __init__(self, name: str, folder: Path, **options: Any) -> None:
+        self.name = name
+        self.paths = {which: make_model(name, folder / f"{name}-{which}", seed) for seed, which in enumerate("ab")}
+        self.checkpoints = {which: read_checkpoint(path) for which, path in self.paths.items()}
+        self.fresh, self.fingerprints = {}, {}
+        for which in "ba":
+            self.llm = start_engine(self.paths[which], **options)
+            self.fresh[which] = outputs_of(self.llm)
+            self.fingerprints[which] = self.fingerprint()
+            if which == "b":
+                self.close()
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return worker_of(self.llm).get_model()
+
+    def sink(self) -> Any:
+        from refit_transport.engines.vllm.sink import VllmSink
+
+        return VllmSink(self.model, worker_of(self.llm).vllm_config, torch.device("cpu"))
+
+    def fingerprint(self) -> dict[str, str]:
+        return self.llm.collective_rpc("weight_fingerprint")[0]
+
+    def close(self) -> None:
+        """vLLM tears its process groups down with the engine; it must be gone before the next one starts."""
+        self.llm = None
+        gc.collect()

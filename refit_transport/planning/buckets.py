@@ -43,24 +43,27 @@ def fill_buckets(groups: Sequence[Queued], limit: int, world: int) -> tuple[tupl
     ranks = [group.ranks for group in groups]
     alike = _alike(groups, ranks, world)
     costs = [_costs_by_class(group.load.nbytes, alike[of]) for group, of in zip(groups, ranks)]
-    slabs = [group.load.slabs for group in groups]
     buckets: list[tuple[Slab, ...]] = []
-    current: list[Slab] = []
     staged = [0] * (int(alike.max(initial=0)) + 1)
-    for group, member, slab in _interleave(groups).tolist():
+    order = _interleave(groups)
+    first = 0
+    for position, (group, _, slab) in enumerate(order.tolist()):
         cost = costs[group][slab]
         for of, nbytes in cost:
             if staged[of] + nbytes > limit:
-                buckets.append(tuple(current))
-                current = []
+                buckets.append(_slabs(groups, order[first:position]))
+                first = position
                 staged = [0] * len(staged)
                 break
         for of, nbytes in cost:
             staged[of] += nbytes
-        current.append(Slab(group, member, *slabs[group][slab]))
-    if current:
-        buckets.append(tuple(current))
+    if first < len(order):
+        buckets.append(_slabs(groups, order[first:]))
     return tuple(buckets)
+
+
+def _slabs(groups: Sequence[Queued], order: np.ndarray) -> tuple[Slab, ...]:
+    return tuple(Slab(group, member, *groups[group].load.slabs[slab]) for group, member, slab in order.tolist())
 
 
 def _interleave(groups: Sequence[Queued]) -> np.ndarray:

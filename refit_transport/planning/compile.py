@@ -47,9 +47,8 @@ class _Columns:
     hop: np.ndarray
     peer: np.ndarray
     link: np.ndarray
-    itemsize: np.ndarray
-    lineage: np.ndarray
-    """int64 [rows, levels]: fan, then source and fan of the transfer forwarded, of the one before it, ..."""
+    place: np.ndarray
+    """Orders the pieces of a message before their slabs do."""
     slab: np.ndarray
     row: np.ndarray
     """Row in the group's transfers."""
@@ -61,9 +60,9 @@ class _Columns:
     wanted: np.ndarray
 
     def order(self) -> np.ndarray:
-        levels = tuple(self.lineage.T[::-1])
-        keys = (self.row, self.slab, *levels, -self.itemsize, self.peer, self.hop, self.kind, self.bucket)
-        return np.lexsort(keys)
+        hops, peers = int(self.hop.max()) + 1, int(self.peer.max()) + 1
+        message = ((self.bucket * 3 + self.kind) * hops + self.hop) * peers + self.peer
+        return np.lexsort((self.slab * (int(self.row.max()) + 1) + self.row, self.place, message))
 
     def take(self, order: np.ndarray) -> _Columns:
         return _Columns(*(getattr(self, name)[order] for name in self.__slots__))
@@ -77,18 +76,19 @@ def _collect(plan: Plan, rank: int, slabs: SlabTable) -> _Columns:
         rows = np.flatnonzero((table.src == rank) | (table.dst == rank))
         if len(rows):
             parts.append((number, rows, _lineage(table, rows)))
-    levels = max((lineage.shape[1] for _, _, lineage in parts), default=1)
-    chunks = [_expand(plan, number, rows, lineage, rank, slabs, ndim, levels) for number, rows, lineage in parts]
+    places = _places(plan, parts)
+    chunks = [_expand(plan, number, rows, place, rank, slabs, ndim) for (number, rows, _), place in zip(parts, places)]
     if not chunks:
         none = np.zeros(0, np.int64)
         empty = {name: none for name in _Columns.__slots__}
         box = np.zeros((0, ndim), np.int64)
-        return _Columns(**{**empty, "lineage": np.zeros((0, 1), np.int64), "start": box, "stop": box})
+        return _Columns(**{**empty, "start": box, "stop": box})
     return _Columns(*(np.concatenate(column) for column in zip(*chunks)))
 
 
 def _lineage(table: TransferTable, rows: np.ndarray) -> np.ndarray:
-    """int64 [rows, levels], padded with -1 where a transfer has fewer ancestors."""
+    """int64 [rows, levels]: the fan of each transfer, then source and fan of the transfer that it forwards, of the one
+    before that, ...; -1 where there is none."""
     columns = [table.fan[rows]]
     parent = table.parent[rows]
     while (parent >= 0).any():
@@ -99,15 +99,33 @@ def _lineage(table: TransferTable, rows: np.ndarray) -> np.ndarray:
     return np.stack(columns, axis=1).astype(np.int64)
 
 
+def _places(plan: Plan, parts: list[tuple[int, np.ndarray, np.ndarray]]) -> list[np.ndarray]:
+    """By part, int64 [rows]: the place of each transfer by falling item size and then by lineage; equal ones share it.
+    Any two ranks that compare the same transfers find the same order."""
+    if not parts:
+        return []
+    levels = max(lineage.shape[1] for _, _, lineage in parts)
+    table = np.full((sum(len(rows) for _, rows, _ in parts), levels + 1), -1, np.int64)
+    ends = np.cumsum([len(rows) for _, rows, _ in parts])
+    for (number, _, lineage), end in zip(parts, ends.tolist()):
+        mine = slice(end - len(lineage), end)
+        table[mine, 0] = -ITEMSIZE[plan.groups[number].wire_dtype]
+        table[mine, 1 : 1 + lineage.shape[1]] = lineage
+    order = np.lexsort(table.T[::-1])
+    new = (table[order][1:] != table[order][:-1]).any(axis=1)
+    place = np.empty(len(table), np.int64)
+    place[order] = np.r_[0, np.cumsum(new)]
+    return np.split(place, ends[:-1])
+
+
 def _expand(
     plan: Plan,
     number: int,
     rows: np.ndarray,
-    lineage: np.ndarray,
+    place: np.ndarray,
     rank: int,
     slabs: SlabTable,
     ndim: int,
-    levels: int,
 ) -> tuple[np.ndarray, ...]:
     """Every transfer of ``rows`` for every slab of the group, without the empty ones; columns as in ``_Columns``."""
     group = plan.groups[number]
@@ -123,22 +141,18 @@ def _expand(
         keep = np.flatnonzero(start[:, dim] < stop[:, dim])
     else:
         keep = np.arange(len(row))
-    origin_row = np.repeat(np.arange(len(rows)), len(slab))[keep]
     start, stop, at, row = start[keep], stop[keep], at[keep], row[keep]
     src, dst = table.src[row], table.dst[row]
     link = table.link[row]
     sends = (src == rank) & (link != Link.LOCAL)
     itemsize = ITEMSIZE[group.wire_dtype]
-    padded = np.full((len(rows), levels), -1, np.int64)
-    padded[:, : lineage.shape[1]] = lineage
     return (
         slabs.bucket[at],
         np.where(link == Link.LOCAL, LOCAL, np.where(sends, SEND, RECV)),
         table.hop[row].astype(np.int64),
         np.where(sends, dst, src).astype(np.int64),
         link.astype(np.int64),
-        np.full(len(row), itemsize),
-        padded[origin_row],
+        np.repeat(place, len(slab))[keep],
         at,
         row,
         table.parent[row].astype(np.int64),
@@ -166,16 +180,25 @@ def _lay_out(columns: _Columns) -> tuple[PieceTable, dict[int, _Messages]]:
     ends = np.r_[edges[1:], rows]
     behind = np.r_[0, np.cumsum(columns.nbytes)].astype(np.int64)
     offset = behind[:-1] - np.repeat(behind[edges], ends - edges)
+    kind, bucket = columns.kind[edges], columns.bucket[edges]
+    fields = (columns.peer, columns.hop, columns.link)
+    values = [column[edges].tolist() for column in fields] + [(behind[ends] - behind[edges]).tolist()]
+    peers, hops, links, sizes = values
+    every = [
+        Message(peer, hop, LINKS[link], size, first, last)
+        for peer, hop, link, size, first, last in zip(peers, hops, links, sizes, edges.tolist(), ends.tolist())
+    ]
     messages: dict[int, _Messages] = defaultdict(lambda: ([], [], (0, 0)))
-    sizes, links = (behind[ends] - behind[edges]).tolist(), columns.link[edges].tolist()
-    for (bucket, kind, hop, peer), size, link, first, last in zip(
-        head[edges].tolist(), sizes, links, edges.tolist(), ends.tolist()
-    ):
-        sends, recvs, _ = messages[bucket]
-        if kind == LOCAL:
-            messages[bucket] = (sends, recvs, (first, last))
+    new = np.flatnonzero(np.r_[len(edges) > 0, (np.diff(bucket) != 0) | (np.diff(kind) != 0)])
+    for first, last in zip(new.tolist(), [*new[1:].tolist(), len(edges)]):
+        sends, recvs, local = messages[int(bucket[first])]
+        if kind[first] == SEND:
+            sends = every[first:last]
+        elif kind[first] == RECV:
+            recvs = every[first:last]
         else:
-            (sends if kind == SEND else recvs).append(Message(peer, hop, LINKS[link], size, first, last))
+            local = every[first].first, every[last - 1].last
+        messages[int(bucket[first])] = sends, recvs, local
     table = PieceTable(
         parameter=columns.parameter.astype(np.int32),
         start=columns.start,

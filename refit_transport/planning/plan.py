@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 from refit_transport.layout.layout import LogicalParameter
 
@@ -75,8 +76,7 @@ class TransferGroup:
     """The dimension whose rows are dealt out to buckets."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slab:
+class Slab(NamedTuple):
     """A member's share of a bucket: rows ``[start, stop)`` of the group's ``slab_dim`` (all of them when it fits; a 0-D
     member has one row)."""
 

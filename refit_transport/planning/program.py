@@ -7,6 +7,7 @@ a message pieces are ordered by falling item size, so each is aligned to its dty
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,8 +37,7 @@ class PieceTable:
         return len(self.parameter)
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """Bytes that travel between this rank and ``peer`` in one bucket and hop. Rows ``[first, last)`` of the table."""
 
     peer: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -26,8 +27,8 @@ class SlabTable:
 
     @classmethod
     def of(cls, plan: Plan) -> SlabTable:
-        rows = [(slab.group, slab.member, slab.start, slab.stop) for bucket in plan.buckets for slab in bucket]
-        group, member, start, stop = np.array(rows, np.int64).reshape(-1, 4).T
+        slabs = chain.from_iterable(chain.from_iterable(plan.buckets))  # a slab is a tuple of four numbers
+        group, member, start, stop = np.fromiter(slabs, np.int64).reshape(-1, 4).T
         bucket = np.repeat(np.arange(len(plan.buckets)), [len(bucket) for bucket in plan.buckets])
         offset = np.cumsum([0] + [len(g.members) for g in plan.groups])
         members = np.array([parameter for g in plan.groups for parameter in g.members], np.int64)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from refit_transport.rl.ahead import AheadCollector
 from refit_transport.rl.checkpoints import CheckpointStore
 from refit_transport.rl.collect import RolloutCollector
 from refit_transport.rl.data import Dataloader, PromptEncoder
@@ -81,6 +83,12 @@ def _with_response_length(config: Tree, section: str) -> dict[str, Any]:
     return {**chosen, "reward_shaping": shaping}
 
 
+def _collector_type(settings: LoopSettings) -> Callable[..., RolloutCollector]:
+    if isinstance(settings, GrpoSettings) and settings.async_grpo.enabled:
+        return partial(AheadCollector, max_age=settings.async_grpo.max_trajectory_age_steps)
+    return RolloutCollector
+
+
 def _loop(
     config: Tree,
     settings: LoopSettings,
@@ -99,7 +107,7 @@ def _loop(
     warn_about_ignored_keys(settings.reward_shaping)
     encoder = PromptEncoder(tokenizer, data.max_input_seq_length)
     freshness = WeightFreshness(refit, generation, reporter, timer)
-    collector = RolloutCollector(
+    collector = _collector_type(settings)(
         settings=settings,
         sampling=read(GenerationSettings, policy_section.get("generation")),
         dataloader=Dataloader(task.train, settings.seed, data.shuffle),

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from refit_transport.rl.settings import CheckpointSettings
 
@@ -118,13 +117,3 @@ def parse_duration(text: str) -> float:
         raise ValueError(f"checkpointing.checkpoint_must_save_by: got {text!r}, allowed null or 'DD:HH:MM:SS'")
     weights = (86400, 3600, 60, 1)[-len(parts) :]
     return float(sum(int(part) * weight for part, weight in zip(parts, weights, strict=True)))
-
-
-def loop_state(step: int, weight_version: int, consumed_samples: int, dataloader: Mapping[str, int]) -> dict[str, Any]:
-    """The ``extra`` a policy saves with its weights."""
-    return {
-        "step": step,
-        "weight_version": weight_version,
-        "consumed_samples": consumed_samples,
-        "dataloader": dict(dataloader),
-    }

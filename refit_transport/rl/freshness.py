@@ -18,6 +18,8 @@ class WeightFreshness:
         self._reporter = reporter
         self._timer = timer
         self.version = FIRST_VERSION
+        self.engine_version: int | None = None
+        """What the engines serve since the last refit."""
         self.stale = True
 
     def resume_at(self, version: int) -> None:
@@ -38,6 +40,7 @@ class WeightFreshness:
                     report = self._refit.refit(self.version)
                 self._check_engines(report)
                 self.stale = False
+                self.engine_version = self.version
                 self._reporter.refit_done(report)
             self._generation.prepare_for_generation()
 
@@ -51,10 +54,10 @@ class WeightFreshness:
             )
 
     def check_completions(self, completions: list[Completion]) -> None:
-        """Raises RuntimeError when a completion was generated with other weights than the trainer's version."""
+        """Raises RuntimeError when a completion was generated with other weights than those of the last refit."""
         for index, completion in enumerate(completions):
-            if tuple(completion.weight_versions) != (self.version,):
+            if tuple(completion.weight_versions) != (self.engine_version,):
                 raise RuntimeError(
                     f"generation: completion {index} was made with weight versions {completion.weight_versions}, the "
-                    f"trainer is at {self.version}; synchronous training needs exactly that one"
+                    f"last refit brought version {self.engine_version}"
                 )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from refit_transport.rl.batch import Batch
-from refit_transport.rl.checkpoints import CheckpointStore, SaveDeadline, loop_state
+from refit_transport.rl.checkpoints import CheckpointStore, SaveDeadline
 from refit_transport.rl.collect import RolloutCollector
 from refit_transport.rl.freshness import WeightFreshness
 from refit_transport.rl.protocols import Reporter
@@ -61,6 +61,12 @@ class TrainingLoop:
 
     def run(self) -> LoopResult:
         """Trains until a limit is reached, from the newest checkpoint if there is one."""
+        try:
+            return self._run()
+        finally:
+            self.collector.close()
+
+    def _run(self) -> LoopResult:
         self._resume()
         deadline = SaveDeadline(self.checkpointing.checkpoint_must_save_by)
         if self.step == 0 and self.settings.val_at_start and self.validator.examples:
@@ -84,7 +90,7 @@ class TrainingLoop:
     def _limit(self) -> str | None:
         if self.step >= self.settings.max_num_steps:
             return "max_num_steps"
-        return "max_num_epochs" if self.collector.dataloader.epoch >= self.settings.max_num_epochs else None
+        return "max_num_epochs" if self.collector.epochs_done() >= self.settings.max_num_epochs else None
 
     def _one_step(self) -> tuple[dict[str, float], bool]:
         with self.timer.phase("total_step_time"):
@@ -136,8 +142,8 @@ class TrainingLoop:
             metrics |= _prefixed("timing/train/", self.timer.take())
 
     def _state(self) -> dict[str, Any]:
-        dataloader = self.collector.dataloader.state()
-        return loop_state(self.step, self.freshness.version, self.collector.consumed_samples, dataloader)
+        """The ``extra`` that the policy saves with its weights."""
+        return {"step": self.step, "weight_version": self.freshness.version, **self.collector.state()}
 
     def _resume(self) -> None:
         if not self.checkpointing.enabled and self.checkpointing.resume_from is None:
@@ -148,8 +154,7 @@ class TrainingLoop:
         state = self.update.load(path)
         self.step = state["step"]
         self.freshness.resume_at(state["weight_version"])
-        self.collector.consumed_samples = state["consumed_samples"]
-        self.collector.dataloader.restore(state["dataloader"])
+        self.collector.restore(state)
 
 
 def _throughput(rollouts: StepRollouts, times: Mapping[str, float]) -> dict[str, float]:
@@ -157,7 +162,7 @@ def _throughput(rollouts: StepRollouts, times: Mapping[str, float]) -> dict[str,
     measured = rollouts.metrics()["total_num_tokens"], float(rollouts.lengths().sum())
     return {
         "performance/tokens_per_second": measured[0] / times["total_step_time"],
-        "performance/generated_tokens_per_second": measured[1] / max(times["generation"], 1e-9),
+        "performance/generated_tokens_per_second": measured[1] / times["generation"],
     }
 
 

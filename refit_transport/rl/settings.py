@@ -122,8 +122,32 @@ class LoopSettings:
 
 
 @dataclass(frozen=True)
+class AsyncSettings:
+    """``grpo.async_grpo``."""
+
+    enabled: bool = False
+    max_trajectory_age_steps: int = 1
+    """How many steps the engines may generate ahead of the trainer."""
+    in_flight_weight_updates: bool = False
+
+
+@dataclass(frozen=True)
 class GrpoSettings(LoopSettings):
     """``grpo.*``."""
+
+    async_grpo: AsyncSettings = field(default_factory=AsyncSettings)
+
+    def violations(self) -> list[str]:
+        found = super().violations()
+        if not self.async_grpo.enabled:
+            return found
+        if (age := self.async_grpo.max_trajectory_age_steps) < 1:
+            found.append(f"async_grpo.max_trajectory_age_steps: got {age}, allowed 1 or more")
+        if self.async_grpo.in_flight_weight_updates:
+            found.append("async_grpo.in_flight_weight_updates: got true, allowed false (a refit waits for generation)")
+        if self.use_dynamic_sampling:
+            found.append("async_grpo.enabled: excludes use_dynamic_sampling; set one of them to false")
+        return found
 
 
 @dataclass(frozen=True)
@@ -234,6 +258,11 @@ def check_combination(settings: LoopSettings, loss: LossConfig) -> None:
             "skip_reference_policy_logprobs_calculation: got true with loss_fn.reference_policy_kl_penalty "
             f"{loss.reference_policy_kl_penalty}; set the penalty to 0 or the skip to false"
         )
+    ahead = isinstance(settings, GrpoSettings) and settings.async_grpo.enabled
+    if ahead and not loss.use_importance_sampling_correction:
+        found.append("async_grpo.enabled: needs loss_fn.use_importance_sampling_correction: true")
+    if ahead and loss.force_on_policy_ratio:
+        found.append("async_grpo.enabled: excludes loss_fn.force_on_policy_ratio; set one of them to false")
     if found:
         raise ValueError("\n".join(found))
 

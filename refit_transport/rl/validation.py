@@ -33,6 +33,14 @@ class Validator:
 
     def run(self) -> dict[str, float]:
         """Metrics without prefix. Refits first when the engines are stale."""
+        with self.collector.engines_to_itself():
+            groups = self._generate()
+        if self.samples_to_print:
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            self.reporter.validation_samples([rollout.row() for rollout in rollouts[: self.samples_to_print]])
+        return validation_metrics(groups)
+
+    def _generate(self) -> list[Group]:
         collector = self.collector
         collector.freshness.prepare_generation()
         chosen = self.examples[: self.settings.max_val_samples]
@@ -40,12 +48,9 @@ class Validator:
         groups: list[Group] = []
         for start in range(0, len(chosen), size):
             sampling = collector.sampling.validation(self.settings.seed + start * samples)
-            groups += collector.roll_out(chosen[start : start + size], samples, sampling)
+            groups += collector.roll_out(chosen[start : start + size], samples, sampling, collector.timer)
         collector.generation.finish_generation()
-        if self.samples_to_print:
-            rollouts = [rollout for group in groups for rollout in group.rollouts]
-            self.reporter.validation_samples([rollout.row() for rollout in rollouts[: self.samples_to_print]])
-        return validation_metrics(groups)
+        return groups
 
     def satisfied(self, metrics: dict[str, float]) -> bool:
         """Whether ``stop_at_validation_metric`` has reached its threshold. Raises KeyError for a metric that validation

@@ -143,7 +143,7 @@ def scripted_loop(
     logger: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[TrainingLoop, SimpleNamespace]:
-    """A loop over stand-ins, and the ``trace`` and ``engines`` behind it. ``options`` go to ``grpo.*`` or ``ppo.*``."""
+    """A loop over stand-ins, and the ``trace``, ``engines`` and ``policy`` behind it. ``options`` go to ``grpo.*`` or ``ppo.*``."""
     trace = Trace()
     engines = ScriptedEngines(trace, answer)
     policy = ScriptedModel(trace, "policy", offset)
@@ -160,4 +160,4 @@ def scripted_loop(
     else:
         value = ScriptedModel(trace, "value")
         loop = ppo_loop(config, policy, value, engines, engines, TOKENIZER, trace, folder)
-    return loop, SimpleNamespace(trace=trace, engines=engines)
+    return loop, SimpleNamespace(trace=trace, engines=engines, policy=policy)

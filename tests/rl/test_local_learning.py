@@ -46,6 +46,7 @@ def train(
     prompts: int = 16,
     samples: int = 16,
     planned_steps: int | None = None,
+    ahead: bool = False,
 ) -> RunSummary:
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
@@ -66,8 +67,13 @@ def train(
             "ppo_epochs": 1,
             "reward_shaping": {"enabled": False},
             "reward_scaling": {"enabled": False},
+            "async_grpo": {"enabled": ahead},
         },
-        "loss_fn": {"reference_policy_kl_penalty": 0.0, "ratio_clip_max": 0.28},
+        "loss_fn": {
+            "reference_policy_kl_penalty": 0.0,
+            "ratio_clip_max": 0.28,
+            "use_importance_sampling_correction": ahead,
+        },
         "policy": {"generation": {"max_new_tokens": 4}},
         "checkpointing": {"save_period": 4},
         "logger": {"tensorboard_enabled": steps < 20},
@@ -170,3 +176,11 @@ def test_grpo_learns_nothing_when_weights_do_not_arrive(tmp_path: Path, tiny: Pa
 def test_ppo_learns_to_reverse_digits(tmp_path: Path, tiny: Path) -> None:
     summary = train(tmp_path, tiny, 40, "ppo", prompts=256, samples=1, planned_steps=80)
     assert summary.reward_last - summary.reward_first >= 0.4
+
+
+@pytest.mark.slow
+def test_asynchronous_grpo_learns_from_rollouts_one_version_old(tmp_path: Path, tiny: Path) -> None:
+    summary = train(tmp_path, tiny, 60, planned_steps=80, ahead=True)
+    assert summary.reward_last - summary.reward_first >= 0.4
+    ages = [json.loads(line)["train/avg_trajectory_age"] for line in (tmp_path / "metrics.jsonl").open()]
+    assert ages[1:] == [1.0] * 59

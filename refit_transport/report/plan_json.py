@@ -33,7 +33,7 @@ def summary(study: Study) -> dict[str, Any]:
         "train": {"layout": str(job.training), "ranks": job.training.world, **asdict(job.training)},
         "gen": {"layout": str(job.generation), "ranks": job.generation.world, **asdict(job.generation)},
         "colocated": job.colocated,
-        "cluster": asdict(job.cluster),
+        "cluster": asdict(job.cluster) | {"assumed": list(job.cluster.assumed)},
         "plan_seconds": study.main.plan_seconds,
         "digest": study.main.plan.digest,
         "bound_seconds": study.bound.seconds,

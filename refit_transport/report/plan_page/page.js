@@ -122,7 +122,9 @@ function addChoices() {
     const choice = element(at("choices"), "button", outcome.title, "choice");
     choice.type = "button";
     choice.setAttribute("role", "radio");
-    choice.addEventListener("click", () => show(number));
+    choice.addEventListener("click", () => {
+      location.hash = String(number);
+    });
   });
 }
 
@@ -148,4 +150,7 @@ fillTables();
 drawShared();
 addChoices();
 followPointer();
-show(0);
+// The number after "#" chooses the outcome, so that a view can be linked to.
+const chosen = () => show(Math.min(Number(location.hash.slice(1)) || 0, OUTCOMES.length - 1));
+addEventListener("hashchange", chosen);
+chosen();

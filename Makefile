@@ -24,7 +24,7 @@ lint: environment
 docs:
 	@$(PYTHON) scripts/environment.py docs
 	$(BIN)/python -m refit_transport.config.document docs/configuration.md
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 environment:
 	@$(PYTHON) scripts/environment.py $(EXTRAS)

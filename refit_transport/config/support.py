@@ -134,7 +134,7 @@ UNSUPPORTED = (
     Unsupported(
         "engine-expert-parallel-size",
         "an engine whose expert-parallel size is neither 1 nor the tensor-parallel size",
-        "experts over several tensor-parallel groups need data-parallel attention inside one engine, and a recipe starts "
+        "experts over several tensor-parallel groups need data-parallel attention in one engine, and a recipe starts "
         "engines without",
         f"{GENERATION}.vllm_cfg.expert_parallel_size",
         f"1 or {GENERATION}.vllm_cfg.tensor_parallel_size",

@@ -21,8 +21,6 @@ from refit_transport.rl.timing import StepTimer
 
 STALL_SECONDS = 3600.0
 """Longest wait for the background. Engines have deadlines of their own; this one catches a generation without any."""
-
-
 CLOSE_SECONDS = 5.0
 
 
@@ -86,18 +84,16 @@ class AheadCollector(RolloutCollector):
         return StepRollouts(ready.groups), {"avg_trajectory_age": age, "buffer_size": float(waiting)}
 
     @contextmanager
-    def engines_to_itself(self) -> Iterator[None]:
-        """Lets the generation in progress finish, and starts no other inside."""
+    def engines_to_itself(self, waiting: str = "idle/refit_bubble") -> Iterator[None]:
+        """Lets the generation in progress finish, and starts no other inside; nor afterwards if the inside raises."""
         with self._changed:
             self._paused = True
-        with self.timer.phase("idle/refit_bubble"):
+        with self.timer.phase(waiting):
             self._wait(lambda: not self._busy, "the generation in progress")
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._paused = False
-                self._changed.notify_all()
+        yield
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Ends the background. A generation still in progress is given a moment; the thread does not outlive the

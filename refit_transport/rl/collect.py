@@ -44,8 +44,8 @@ class RolloutCollector:
         return self.dataloader.epoch
 
     @contextmanager
-    def engines_to_itself(self) -> Iterator[None]:
-        """Nothing else generates inside this context."""
+    def engines_to_itself(self, waiting: str = "") -> Iterator[None]:
+        """Nothing else generates inside this context. ``waiting`` names the phase of a wait for it."""
         yield
 
     def close(self) -> None:

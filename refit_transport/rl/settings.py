@@ -139,6 +139,8 @@ class GrpoSettings(LoopSettings):
 
     def violations(self) -> list[str]:
         found = super().violations()
+        if self.adv_estimator.name == "gae":
+            found.append("grpo.adv_estimator.name: got 'gae', which needs the values of PPO; allowed the others")
         if not self.async_grpo.enabled:
             return found
         if (age := self.async_grpo.max_trajectory_age_steps) < 1:

@@ -33,7 +33,7 @@ class Validator:
 
     def run(self) -> dict[str, float]:
         """Metrics without prefix. Refits first when the engines are stale."""
-        with self.collector.engines_to_itself():
+        with self.collector.engines_to_itself("idle/validation"):
             groups = self._generate()
         if self.samples_to_print:
             rollouts = [rollout for group in groups for rollout in group.rollouts]

@@ -143,7 +143,8 @@ def scripted_loop(
     logger: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[TrainingLoop, SimpleNamespace]:
-    """A loop over stand-ins, and the ``trace``, ``engines`` and ``policy`` behind it. ``options`` go to ``grpo.*`` or ``ppo.*``."""
+    """A loop over stand-ins, and the ``trace``, ``engines`` and ``policy`` behind it. ``options`` go to ``grpo.*`` or
+    ``ppo.*``."""
     trace = Trace()
     engines = ScriptedEngines(trace, answer)
     policy = ScriptedModel(trace, "policy", offset)

@@ -56,6 +56,7 @@ def test_all_violations_come_at_once() -> None:
         ("grpo", {}, {"use_kl_in_reward": True}, "use_kl_in_reward: got true with adv_estimator.name 'grpo'"),
         ("grpo", {"skip_reference_policy_logprobs_calculation": True}, {}, "set the penalty to 0 or the skip to false"),
         ("ppo", {}, {}, "set the penalty to 0 or the skip to false"),
+        ("grpo", {"adv_estimator": {"name": "gae"}}, {}, "needs the values of PPO"),
         ("ppo", {"adv_estimator": {"name": "grpo"}}, {}, "allowed 'gae' or 'raw_reward'"),
     ],
 )

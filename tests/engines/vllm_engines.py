@@ -50,7 +50,10 @@ def outputs_of(llm: Any, tokens: int = 12) -> list[tuple[list[int], list[float],
     return [
         (
             list(output.outputs[0].token_ids),
-            [step[token].logprob for token, step in zip(output.outputs[0].token_ids, output.outputs[0].logprobs)],
+            [
+                step[token].logprob
+                for token, step in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
+            ],
             [next(iter(step.values())).logprob for step in output.prompt_logprobs if step],
         )
         for output in llm.generate(PROMPTS, sampling, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""Switches modules of a vLLM model between kernel format (what its kernels read) and model format (what its loaders write).
+"""Switches modules of a vLLM model between kernel format (what kernels read) and model format (what loaders write).
 
 vLLM notes the model format of every tensor when it builds a model, before any loading or repacking. Here a module's
 tensors are swapped for fresh ones in that format and later put back as they were, object for object.

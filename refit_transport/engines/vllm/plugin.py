@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 BACKENDS = ("nccl_reshard", "gather_broadcast")
-"""Names for ``WeightTransferConfig(backend=...)``. One engine serves both: the session's options choose the transport."""
+"""Names for ``WeightTransferConfig(backend=...)``. One engine serves both; the session chooses the transport."""
 
 _PACKAGE = "refit_transport.engines.vllm"
 

@@ -92,7 +92,7 @@ class VllmSink:
         )
 
     def view(self, name: str, region: Region) -> torch.Tensor:
-        """See ``WeightSink``. Raises KeyError for a name that is not direct, ValueError for a region outside its own."""
+        """See ``WeightSink``. Raises KeyError for a name that is not direct, ValueError for a region not its own."""
         for path, landing in self._destinations.direct[name]:
             if landing.region.contains(region):
                 return landing.on(self._tensor(path), region)
@@ -129,7 +129,7 @@ class VllmSink:
                     module.process_weights_after_loading(self._config.model_config.dtype)
 
     def abort(self) -> None:
-        """See ``WeightSink``. The weights are a mixture of two versions afterwards, but every kernel has its tensors."""
+        """See ``WeightSink``. The weights are a mixture of two versions then, but every kernel has its tensors."""
         for staged in self._staged.values():
             staged.discard()
         self._staged.clear()

@@ -38,8 +38,8 @@ class Strided:
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """Where one box of a source lands in a destination tensor: element ``[i0, i1, ...]`` of ``region``, counted from the
-    box's start, goes to ``offset + sum(i * stride)``."""
+    """Where one box of a source lands in a tensor: element ``[i0, i1, ...]`` of ``region``, counted from its start, goes
+    to element ``offset + sum(i * stride)``."""
 
     region: Region
     offset: int
@@ -64,7 +64,8 @@ def landings(source: Strided, target: Strided, shape: tuple[int, ...]) -> tuple[
 
     Returns None when the view selects something other than a few boxes (every second column, a repeated element).
     """
-    if len(source.size) != len(target.size) or source.size != target.size or source.numel == 0:
+    repeats = any(step == 0 for step, size in zip(source.stride, source.size, strict=True) if size > 1)
+    if source.size != target.size or source.numel == 0 or repeats:
         return None
     dims = _coalesce([d for d in zip(source.size, source.stride, target.stride, strict=True) if d[0] != 1])
     found: list[Landing] = []
@@ -93,7 +94,7 @@ def _coalesce(dims: list[_Dim]) -> list[_Dim]:
 
 def _unroll(offset: int, begin: int, dims: list[_Dim], shape: tuple[int, ...]) -> Iterator[tuple[int, int, list[_Dim]]]:
     """Take a dimension whose source stride is no stride of the source apart into single boxes."""
-    strides = {s for s, n in zip(contiguous_strides(shape), shape) if n > 1}
+    strides = {s for s, n in zip(contiguous_strides(shape), shape, strict=True) if n > 1}
     odd = next((i for i, d in enumerate(dims) if d[1] not in strides), None)
     if odd is None:
         yield offset, begin, dims
@@ -107,7 +108,7 @@ def _unroll(offset: int, begin: int, dims: list[_Dim], shape: tuple[int, ...]) -
 def _one_box(offset: int, begin: int, dims: list[_Dim], shape: tuple[int, ...]) -> Landing | None:
     strides = contiguous_strides(shape)
     start = []
-    for size, step in zip(shape, strides):
+    for size, step in zip(shape, strides, strict=True):
         start.append(0 if size == 1 else offset // step)
         offset -= start[-1] * step
     extent, target = [1] * len(shape), [0] * len(shape)
@@ -122,7 +123,7 @@ def _one_box(offset: int, begin: int, dims: list[_Dim], shape: tuple[int, ...]) 
                 return None
             extent[axis], target[axis] = take, dst
             size, src, dst = size // take, src * take, dst * take
-    stop = tuple(a + n for a, n in zip(start, extent))
+    stop = tuple(a + n for a, n in zip(start, extent, strict=True))
     return Landing(Region(tuple(start), stop), begin, tuple(target))
 
 

@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
     from omegaconf import OmegaConf
 
     from refit_transport.config.setup import Setup
+    from refit_transport.config.validation import not_runnable
 
     if args.resolved:
         print(OmegaConf.to_yaml(config, resolve=True), end="")
@@ -37,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
     model = setup.get("policy.model_name")
     print(f"{args.config} is valid: {setup.algorithm.upper()} of {model}, transport {setup.transport}")
     print(f"  {setup.train_ranks} {setup.trainer} trainer ranks -> {replicas} engine(s) of {setup.engine_ranks} ranks")
+    for violation in not_runnable(config):
+        print(f"  it can be planned, but not run here: {violation}")
     if setup.model is None:
         print(f"  sizes were not checked: no config.json of {model} on this machine")
     return 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 FOREIGN: dict[str, str] = {
+    "policy.tokenizer.chat_template_kwargs": "the chat template is used with its own defaults",
+    "policy.tokenizer.use_fastokens": "the tokenizer is transformers' own",
     "policy.sequence_packing": "batches are padded, not packed",
     "policy.dynamic_batching": "micro-batches have a fixed number of sequences; set policy.train_micro_batch_size",
     "policy.draft": "draft models are not trained",
@@ -24,6 +26,8 @@ FOREIGN: dict[str, str] = {
     "policy.megatron_cfg.model_overrides": "set policy.hf_config_overrides",
     "policy.megatron_cfg.env_vars": "set the environment of the command",
     "policy.megatron_cfg.checkpoint": "see checkpointing.*",
+    "policy.generation.port_range_low": "ports are chosen by the system and kept open from then on",
+    "policy.generation.port_range_high": "ports are chosen by the system and kept open from then on",
     "policy.generation.quant_cfg": "quantised rollouts are not supported",
     "policy.generation.real_quant": "quantised rollouts are not supported",
     "policy.generation.sglang_cfg": "the engine is vllm",
@@ -42,7 +46,8 @@ FOREIGN: dict[str, str] = {
     "grpo.invalid_tool_call_advantage": "tool calls are not supported",
     "grpo.malformed_thinking_advantage": "thinking tags are not checked",
     "reward_penalties": "write a reward function and name it in env.reward",
-    "cluster.master_port_range": "set cluster.master_port_range_low and cluster.master_port_range_high",
+    "cluster.master_port_range_low": "ports are chosen by the system and kept open from then on",
+    "cluster.master_port_range_high": "ports are chosen by the system and kept open from then on",
     "logger.wandb_enabled": "metrics go to metrics.jsonl and TensorBoard",
     "logger.wandb": "metrics go to metrics.jsonl and TensorBoard",
     "logger.mlflow_enabled": "metrics go to metrics.jsonl and TensorBoard",

@@ -127,13 +127,6 @@ def _module_exists(name: str) -> bool:
         return False
 
 
-def _port_ranges_hold_something(setup: Setup) -> Found:
-    for prefix in ("policy.generation.port_range", "cluster.master_port_range"):
-        low, high = setup.get(f"{prefix}_low"), setup.get(f"{prefix}_high")
-        if high <= low:
-            yield Violation(f"{prefix}_high", high, f"above {prefix}_low, {low}", f"{DOCUMENT}#cluster")
-
-
 _RULES: tuple[Callable[[Setup], Found], ...] = (
     _batches_divide,
     _lengths_fit,
@@ -144,5 +137,4 @@ _RULES: tuple[Callable[[Setup], Found], ...] = (
     _save_deadline_is_a_time,
     _data_is_there,
     _reward_can_be_imported,
-    _port_ranges_hold_something,
 )

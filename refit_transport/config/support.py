@@ -27,6 +27,8 @@ class Unsupported:
     key: str
     allowed: str
     applies: Callable[[Setup], bool]
+    only_to_run: bool = False
+    """It can be planned and validated all the same."""
 
     @property
     def anchor(self) -> str:
@@ -108,6 +110,15 @@ UNSUPPORTED = (
         lambda s: s.algorithm == "ppo" and s.trainer == "megatron",
     ),
     Unsupported(
+        "megatron-trainer",
+        "running a recipe with the Megatron trainer",
+        "its layouts are planned, but no actor trains with Megatron-core",
+        "policy.megatron_cfg.enabled",
+        "false, with policy.dtensor_cfg.enabled: true; or plan it with refit-transport plan",
+        lambda s: s.trainer == "megatron",
+        only_to_run=True,
+    ),
+    Unsupported(
         "nccl-on-cpu",
         "wire `nccl` or `nccl_m2n` with `cluster.device: cpu`",
         "NCCL moves GPU memory",
@@ -182,10 +193,10 @@ UNSUPPORTED = (
 )
 
 
-def unsupported_rules(setup: Setup) -> Iterator[Violation]:
-    """Every row of the table that ``setup`` falls under."""
+def unsupported_rules(setup: Setup, to_run: bool = False) -> Iterator[Violation]:
+    """Every row of the table that ``setup`` falls under, or only those that forbid to run it."""
     for row in UNSUPPORTED:
-        if row.applies(setup):
+        if row.only_to_run == to_run and row.applies(setup):
             key = row.key.replace("<transport>", setup.transport)
             yield Violation(key, setup.get(key), row.allowed, row.anchor)
 
@@ -208,7 +219,7 @@ def _transport_table() -> str:
 
 
 def _cell(trainer: str, algorithm: str, transport: str, scope: str | None) -> str:
-    """``yes``, or the first row of the table that refuses the combination."""
+    """``yes``, or what is left by the row of the table that refuses most."""
     from omegaconf import OmegaConf
 
     config = schema_defaults((algorithm,))
@@ -220,8 +231,8 @@ def _cell(trainer: str, algorithm: str, transport: str, scope: str | None) -> st
     if scope:
         OmegaConf.update(config, f"{GENERATION}.refit_cfg.{transport}.scope", scope)
     setup = Setup(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
-    refused = next((row for row in UNSUPPORTED if row.applies(setup)), None)
-    return f"[no](#{refused.slug})" if refused else "yes"
+    refused = sorted((row for row in UNSUPPORTED if row.applies(setup)), key=lambda row: row.only_to_run)
+    return f"[{'plan only' if refused[0].only_to_run else 'no'}](#{refused[0].slug})" if refused else "yes"
 
 
 def _family_table() -> str:

@@ -61,16 +61,19 @@ def load_valid(path: str | Path, overrides: Sequence[str] = (), algorithm: str |
     if algorithm and len(named) == 1 and named[0] != algorithm:
         found.append(Violation(algorithm, f"no such section in {path}", f"a recipe of {algorithm}", ALGORITHM_ANCHOR))
     if algorithm:
-        found += _missing_models(loaded.config, {violation.key for violation in found})
+        reported = {violation.key for violation in found}
+        found += [violation for violation in not_runnable(loaded.config) if violation.key not in reported]
     if found:
         raise InvalidConfigError(found)
     return loaded.config
 
 
-def _missing_models(config: DictConfig, reported: set[str]) -> Iterator[Violation]:
-    """Models that are needed to run, but not to plan."""
+def not_runnable(config: DictConfig) -> Iterator[Violation]:
+    """What stands against running a configuration that can be planned: a missing model, a trainer that is not there."""
+    plain: Any = OmegaConf.to_container(config, resolve=True)
+    yield from unsupported_rules(Setup(plain), to_run=True)
     for key in ("policy.model_name", "value.model_name"):
-        name = OmegaConf.select(config, key) if key not in reported else None
+        name = OmegaConf.select(config, key)
         if name and name not in TINY_MODELS and not Path(name).is_dir():
             allowed = f"a checkpoint's directory, or one of {', '.join(TINY_MODELS)}"
             yield Violation(key, name, allowed, f"{DOCUMENT}#{anchor_id(key)}")

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Transport(Protocol):
-    """A way to refit. ``cfg`` is the resolved configuration. A transport has no state; it is instantiated without
-    arguments, on the coordinator and on every rank, and has to decide the same on each."""
+    """A way to refit. ``cfg`` holds the transport's own options, ``policy.generation.refit_cfg.<name>``. A transport
+    has no state; it is instantiated without arguments, on every rank, and has to decide the same on each."""
 
     name: str
 

@@ -6,7 +6,6 @@ import json
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -23,21 +22,16 @@ def _in_repository(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_help_starts_fast_and_imports_nothing_heavy(repository: Path) -> None:
     script = (
-        "import sys; from refit_transport.cli import main\n"
+        "import sys, time; from refit_transport.cli import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
-        "print('HEAVY', sorted({'torch', 'vllm', 'ray', 'numpy', 'omegaconf'} & set(sys.modules)))"
+        "print('HEAVY', sorted({'torch', 'vllm', 'ray', 'numpy', 'omegaconf'} & set(sys.modules)))\n"
+        "print(time.process_time())"
     )
-    seconds = []
-    for _ in range(3):  # the fastest of three: other processes share this machine
-        start = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-c", script], cwd=repository, capture_output=True, text=True, check=True
-        )
-        seconds.append(time.perf_counter() - start)
+    done = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True, check=True)
     assert "HEAVY []" in done.stdout
     assert all(command in done.stdout for command in cli.COMMANDS)
-    assert min(seconds) < 0.5
+    assert float(done.stdout.splitlines()[-1]) < 0.5  # of the processor, since other processes share this machine
 
 
 def test_five_mistakes_print_five_lines_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,6 +55,10 @@ def test_five_mistakes_print_five_lines_and_no_traceback(capsys: pytest.CaptureF
         (["validate", BASE, "grpo.seed"], "not of the form key=value"),
         (["grpo", "--config", "nosuch.yaml"], "no such configuration"),
         (["ppo", "--config", BASE], "a recipe of ppo"),
+        (
+            ["grpo", "--config", BASE, "policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false"],
+            "plan it with refit-transport plan",
+        ),
         (["grpo", "--config", BASE, "policy.model_name=/no/model"], "a checkpoint's directory, or one of tiny/qwen3"),
         (["classify", "nosuch"], "nosuch"),
     ],

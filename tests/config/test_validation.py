@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -242,12 +241,13 @@ def test_whole_nodes_are_given_to_generation_on_several_nodes() -> None:
 
 def test_validation_imports_nothing_heavy_and_takes_less_than_two_seconds(repository: Path) -> None:
     script = (
-        "import sys; from refit_transport.config import read_config, validate\n"
+        "import sys, time; from refit_transport.config import read_config, validate\n"
         f"loaded = read_config({BASE!r}, ['policy.generation.vllm_cfg.tensor_parallel_size=3'])\n"
         "assert validate(loaded.config)\n"
-        "print(','.join(sorted({'torch', 'vllm', 'ray', 'transformers'} & set(sys.modules))))"
+        "print(','.join(sorted({'torch', 'vllm', 'ray', 'transformers'} & set(sys.modules))))\n"
+        "print(time.process_time())"
     )
-    start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
-    assert time.perf_counter() - start < 2
+    heavy, seconds = done.stdout.splitlines()
+    assert heavy == ""
+    assert float(seconds) < 2  # of the processor, since other processes share this machine

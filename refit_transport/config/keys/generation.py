@@ -33,8 +33,6 @@ GENERATION = section(
     ),
     Key("stop_token_ids", list, None, "Tokens that end an answer, besides the model's own."),
     Key("stop_strings", list, None, "Strings that end an answer."),
-    Key("port_range_low", int, 3000, "First port that engines may open.", minimum=1024, maximum=65535),
-    Key("port_range_high", int, 4999, "End of that range, not included.", minimum=1025, maximum=65536),
     Key("vllm_kwargs", dict, {}, "Passed to vLLM as they are."),
     Key(
         "colocated.enabled",

@@ -20,7 +20,6 @@ POLICY = section(
         "made with random weights and needs no download.",
     ),
     Key("tokenizer.name", str, "${policy.model_name}", "Directory of the tokenizer."),
-    Key("tokenizer.chat_template_kwargs", dict, None, "Passed to the chat template."),
     Key("hf_config_overrides", dict, {}, "Entries that replace those of the model's `config.json`."),
     Key("train_global_batch_size", int, 512, "Sequences per optimizer step.", minimum=1),
     Key("train_micro_batch_size", int, 4, "Sequences per forward and backward pass of one rank.", minimum=1),

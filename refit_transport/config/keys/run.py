@@ -37,8 +37,6 @@ CLUSTER = section(
     Key("gpus_per_node", int, 1, "GPUs per node; on CPU, rank processes per node.", minimum=1),
     Key("num_nodes", int, 1, "Nodes.", minimum=1),
     Key("segment_size", int, None, "Nodes per NVLink domain.", minimum=1),
-    Key("master_port_range_low", int, 1400, "First port that rendezvous may open.", minimum=1024, maximum=65535),
-    Key("master_port_range_high", int, 1999, "End of that range, not included.", minimum=1025, maximum=65536),
     Key("setup_timeout_s", float, 600.0, "Placement and the building of all models fail after so long.", above=0),
     Key("step_timeout_s", float, 1800.0, "Any one call of a trainer or an engine fails after so long.", above=0),
     Key("device", str, "auto", "`auto` takes GPUs where there are any.", choices=("auto", "cpu", "cuda")),

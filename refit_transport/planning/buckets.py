@@ -11,8 +11,8 @@ from .demand import decode
 from .loads import TemplateLoad
 from .plan import Slab
 
-SMALL = 64 << 10
-"""Bytes of one rank in one slab that do not set ranks apart when buckets are filled."""
+SMALL = 1 / 4096
+"""Part of a bucket: slabs that make a rank stage less do not set ranks apart when buckets are filled."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ def fill_buckets(groups: Sequence[Queued], limit: int, world: int) -> tuple[tupl
     buckets take members by ascending position, so all lines advance together. ``world`` is the highest rank plus one.
     """
     ranks = [group.ranks for group in groups]
-    alike = _alike(groups, ranks, world)
+    alike = _alike(groups, ranks, world, SMALL * limit)
     costs = [_costs_by_class(group.load.nbytes, alike[of]) for group, of in zip(groups, ranks)]
     buckets: list[tuple[Slab, ...]] = []
     staged = [0] * (int(alike.max(initial=0)) + 1)
@@ -91,14 +91,14 @@ def _interleave(groups: Sequence[Queued]) -> np.ndarray:
     return np.stack([group[item], member[item], slab], axis=1)[order]
 
 
-def _alike(groups: Sequence[Queued], ranks: Sequence[np.ndarray], world: int) -> np.ndarray:
+def _alike(groups: Sequence[Queued], ranks: Sequence[np.ndarray], world: int, small: float) -> np.ndarray:
     """int64 [world]: the class of each rank. Ranks of one class stage nearly the same in every slab, so the busiest of
     them stands for all; there are far fewer classes than ranks."""
     mark = np.zeros(world, np.uint64)
     levels: dict[int, np.ndarray] = {}
     for number, (group, of) in enumerate(zip(groups, ranks)):
         if id(group.load) not in levels:
-            much = group.load.nbytes >= SMALL
+            much = group.load.nbytes >= small
             level = np.where(much, 4 * np.log2(np.maximum(group.load.nbytes, 1)), 0).astype(np.uint64)
             weight = np.arange(1, len(level) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
             levels[id(group.load)] = (level * weight[:, None]).sum(axis=0, dtype=np.uint64)

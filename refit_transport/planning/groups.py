@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from refit_transport.layout.layout import ITEMSIZE, Entry, LogicalParameter, SideDescription
+from refit_transport.layout.layout import ITEMSIZE, Entry, Layout, LogicalParameter, SideDescription
+from refit_transport.layout.region import Region
 
 from .plan import PlanError, PlanOptions, Route
 
@@ -105,9 +106,17 @@ def _spec(
     shape, other = source.layouts[entry.layout].shape, sink.layouts[need.layout].shape
     if shape != other or shape != parameter.shape:
         raise PlanError(f"{parameter.name}: shape {shape} on the trainers, {other} on the inference ranks")
+    if need.whole:
+        _check_whole(parameter, sink.layouts[need.layout])
     travels_as = wire_dtype(parameter.name, entry.dtype, need.dtype, options.wire_dtype)
     route = Route.BROADCAST if need.whole else Route.RESHARD
     return GroupSpec(route, shape, entry.dtype, need.dtype, travels_as, need.whole, entry.layout, need.layout)
+
+
+def _check_whole(parameter: LogicalParameter, layout: Layout) -> None:
+    for cell in layout.cells:
+        if cell.region != Region.whole(parameter.shape):
+            raise PlanError(f"{parameter.name}: wanted whole, but rank {cell.ranks[0]} lists {cell.region}")
 
 
 def _by_name(entries: Iterable[Entry]) -> Mapping[str, Entry]:

@@ -96,13 +96,16 @@ class Bound:
                    key=lambda part: part[1])[0]  # fmt: skip
 
 
-def lower_bound(plan: Plan, cluster: Cluster, source: SideDescription, senders: Sequence[int]) -> Bound:
-    """The bound of the refit that ``plan`` serves: ``plan`` must reshard everything, once per domain.
+def lower_bound(
+    plan: Plan, cluster: Cluster, source: SideDescription, senders: Sequence[int], traffic: Traffic | None = None
+) -> Bound:
+    """The bound of the refit that ``plan`` serves: ``plan`` must reshard everything, once per domain. ``traffic`` is
+    what ``measure(plan)`` returns, if it is at hand.
 
     With relay between domains one copy of every byte has to leave the trainers, so the send part counts each byte once,
     over the ports of the ranks that hold it. It is zero when a domain mixes trainers and inference ranks, because bytes
     may then never leave."""
-    traffic = measure(plan)
+    traffic = traffic or measure(plan)
     network_in, domain_in = (traffic.total(traffic.of_link(link)[1]) for link in (Link.NETWORK, Link.DOMAIN))
     receive = in_domain = 0.0
     for domain in plan.domains:

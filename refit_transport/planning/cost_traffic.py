@@ -24,7 +24,7 @@ _CHUNK = 256
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Sums over a plan. ``R`` is the highest joint rank plus one, ``D`` the number of buckets that differ: a plan of
-    thousands of buckets repeats a few. Bytes are float64."""
+    thousands of buckets repeats a few. Bytes are float32: exact to 16 in 256 MiB, and half the memory."""
 
     kind: np.ndarray
     """int64 [buckets]: which of the ``D`` distinct buckets each bucket is."""
@@ -167,7 +167,9 @@ class _Sums:
         self.totals = np.bincount(inverse, minlength=buckets).astype(np.float64) @ counts
         self.send: dict[int, np.ndarray] = {}
         self.recv: dict[int, np.ndarray] = {}
-        self.packed, self.unpacked, self.whole, self.whole_tensors = (np.zeros((buckets, ranks)) for _ in range(4))
+        self.packed, self.unpacked, self.whole, self.whole_tensors = (
+            np.zeros((buckets, ranks), np.float32) for _ in range(4)
+        )
         self.by_route: dict[tuple[Route, Link], float] = {}
         self.block_of = np.arange(ranks) // block
         size = int(self.block_of[-1]) + 1 if ranks else 0
@@ -183,18 +185,19 @@ class _Sums:
             nbytes = self._by_rank(whole, lambda r: (r.dst, r.stored))
             self.whole += weights @ nbytes
             self.whole_tensors += weights @ np.stack(
-                [(nbytes[i] > 0) * (row.share if row else 0.0) for i, row in enumerate(whole)]
+                [(nbytes[i] > 0) * np.float32(row.share if row else 0) for i, row in enumerate(whole)]
             )
         for row, count in zip(rows, self.totals[first : first + len(rows)], strict=True):
             self._totals(row, count)
 
     def _steps(self, rows: Sequence[_Rows], weights: np.ndarray) -> None:
         for step in sorted({int(step) for row in rows for step in np.unique(row.step)}):
-            zero = np.zeros_like(self.packed)
             out = self._by_rank(rows, lambda r: (r.src, np.where(r.step == step, r.wire, 0)))  # noqa: B023
             into = self._by_rank(rows, lambda r: (r.dst, np.where(r.step == step, r.wire, 0)))  # noqa: B023
-            self.send[step] = self.send.get(step, zero) + weights @ out
-            self.recv[step] = self.recv.get(step, zero) + weights @ into
+            for tables, moved in ((self.send, out), (self.recv, into)):
+                if step not in tables:
+                    tables[step] = np.zeros_like(self.packed)
+                tables[step] += weights @ moved
 
     def _by_rank(self, rows: Sequence[_Rows | None], pick: _Pick) -> np.ndarray:
         """[rows, R]: the values of ``pick(row) = (ranks, values)`` summed by rank."""
@@ -229,7 +232,7 @@ def _messages(rows: Sequence[_Rows], counts: np.ndarray, ranks: int) -> tuple[np
         of_row[i] = number_of.setdefault(pairs.tobytes(), len(sets))
         if of_row[i] == len(sets):
             sets.append(pairs)
-    out, into = (np.zeros((len(counts), ranks), np.int64) for _ in range(2))
+    out, into = (np.zeros((len(counts), ranks), np.int32) for _ in range(2))
     seen: dict[bytes, int] = {}
     mark = np.zeros((LAST_HOP + 1) * ranks * ranks, bool)
     for bucket, held in enumerate(counts):

@@ -88,9 +88,10 @@ def study(job: Job, scopes: Sequence[str] = SCOPES, broadcast: bool = True) -> S
                 for scope in scopes]  # fmt: skip
     if broadcast:
         outcomes.append(_outcome(job, "gather_broadcast", "all", source, want_whole(shards, ()), parameters))
-    everything = next((o.plan for o in outcomes if (o.transport, o.scope) == ("nccl_reshard", "all")), None)
-    everything = everything or plan_refit(source, shards, parameters, job.domains, job.options)
-    bound = lower_bound(everything, job.cluster, source, job.trainers)
+    whole = next((o for o in outcomes if (o.transport, o.scope) == ("nccl_reshard", "all")), None)
+    everything = whole.plan if whole else plan_refit(source, shards, parameters, job.domains, job.options)
+    traffic = whole.prediction.traffic if whole else None
+    bound = lower_bound(everything, job.cluster, source, job.trainers, traffic)
     return Study(job, tuple(outcomes), bound, _assumptions(job))
 
 

@@ -10,7 +10,7 @@ import torch
 
 from refit_transport.layout.region import Region
 
-MOST_BOXES = 4096
+MOST_BOXES = 64
 """A copy that would fall apart into more boxes than this is not worth sending box by box."""
 
 
@@ -38,7 +38,7 @@ class Strided:
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """Where one box of a source lands in a tensor: element ``[i0, i1, ...]`` of ``region``, counted from its start, goes
+    """Where a box of a source lands in a tensor: element ``[i0, i1, ...]`` of ``region``, counted from its start, goes
     to element ``offset + sum(i * stride)``."""
 
     region: Region
@@ -67,7 +67,7 @@ def landings(source: Strided, target: Strided, shape: tuple[int, ...]) -> tuple[
     repeats = any(step == 0 for step, size in zip(source.stride, source.size, strict=True) if size > 1)
     if source.size != target.size or source.numel == 0 or repeats:
         return None
-    dims = _coalesce([d for d in zip(source.size, source.stride, target.stride, strict=True) if d[0] != 1])
+    dims = _coalesce([d for d in zip(source.size, source.stride, target.stride, strict=True) if d[0] != 1], shape)
     found: list[Landing] = []
     for offset, begin, kept in _unroll(source.offset, target.offset, dims, shape):
         landing = _one_box(offset, begin, kept, shape)
@@ -81,11 +81,16 @@ _Dim = tuple[int, int, int]
 """Size, stride in the source, stride in the target."""
 
 
-def _coalesce(dims: list[_Dim]) -> list[_Dim]:
+def _steps(shape: tuple[int, ...]) -> set[int]:
+    return {step for step, size in zip(contiguous_strides(shape), shape, strict=True) if size > 1}
+
+
+def _coalesce(dims: list[_Dim], shape: tuple[int, ...]) -> list[_Dim]:
     """Outermost source stride first; neighbours that are one longer dimension on both sides are merged."""
     merged: list[_Dim] = []
     for size, src, dst in sorted(dims, key=lambda d: -d[1]):
-        if merged and merged[-1][1] == size * src and merged[-1][2] == size * dst:
+        outer = merged[-1] if merged else None
+        if outer and src in _steps(shape) and outer[1] == size * src and outer[2] == size * dst:
             merged[-1] = (merged[-1][0] * size, src, dst)
         else:
             merged.append((size, src, dst))
@@ -94,8 +99,7 @@ def _coalesce(dims: list[_Dim]) -> list[_Dim]:
 
 def _unroll(offset: int, begin: int, dims: list[_Dim], shape: tuple[int, ...]) -> Iterator[tuple[int, int, list[_Dim]]]:
     """Take a dimension whose source stride is no stride of the source apart into single boxes."""
-    strides = {s for s, n in zip(contiguous_strides(shape), shape, strict=True) if n > 1}
-    odd = next((i for i, d in enumerate(dims) if d[1] not in strides), None)
+    odd = next((i for i, d in enumerate(dims) if d[1] not in _steps(shape)), None)
     if odd is None:
         yield offset, begin, dims
         return

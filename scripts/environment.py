@@ -32,13 +32,13 @@ def main(extras: list[str]) -> None:
     if not PYTHON.exists():
         _run(sys.executable, "-m", "venv", str(VENV))
     if not UV.exists():
-        _run(str(PYTHON), "-m", "pip", "install", "--quiet", f"uv=={_pinned('uv')}")
+        _run(str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"uv=={_pinned('uv')}")
     find_links = _find_links()
-    environment = os.environ | ({"UV_FIND_LINKS": find_links} if find_links else {})
-    if certificate := os.environ.get("PIP_CERT"):
-        environment.setdefault("SSL_CERT_FILE", certificate)
+    # The certificates of the system are those that pip uses, behind a company's proxy too.
+    environment = {"UV_SYSTEM_CERTS": "true"} | os.environ | ({"UV_FIND_LINKS": find_links} if find_links else {})
+    print(f"installing refit_transport[{','.join(extras)}] into {VENV}", flush=True)
     _run(
-        *(str(UV), "pip", "install", "--python", str(PYTHON), "--editable", f"{ROOT}[{','.join(extras)}]"),
+        *(str(UV), "pip", "install", "--quiet", "--python", str(PYTHON), "--editable", f"{ROOT}[{','.join(extras)}]"),
         *("--constraint", str(ROOT / "constraints.txt"), "--override", str(ROOT / "overrides.txt")),
         *_torch_arguments(extras, find_links),
         environment=environment,

@@ -30,6 +30,9 @@ class EngineActor:
     def host(self) -> str:
         return socket.gethostname()
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def pids(self) -> list[int]:
         """Process ids of the workers, by rank."""
         return [status["pid"] for status in self._llm.collective_rpc("refit_status")]

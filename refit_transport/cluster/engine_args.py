@@ -21,6 +21,7 @@ def engine_args(tree: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": vllm["precision"],
         "tensor_parallel_size": vllm["tensor_parallel_size"],
         "pipeline_parallel_size": vllm["pipeline_parallel_size"],
+        "distributed_executor_backend": _executor(tree),
         "enable_expert_parallel": vllm["expert_parallel_size"] > 1,
         "max_model_len": vllm["max_model_len"],
         "enforce_eager": vllm["enforce_eager"],
@@ -34,3 +35,13 @@ def engine_args(tree: Mapping[str, Any]) -> dict[str, Any]:
         "worker_extension_cls": EXTENSION,
         **generation["vllm_kwargs"],
     }
+
+
+def _executor(tree: Mapping[str, Any]) -> str | None:
+    """Worker processes of the actor's own node, unless a replica is larger than a node. vLLM would choose Ray wherever
+    it finds itself inside a placement group, which its CPU platform cannot."""
+    vllm = tree["policy"]["generation"]["vllm_cfg"]
+    ranks = vllm["tensor_parallel_size"] * vllm["pipeline_parallel_size"]
+    if ranks == 1:
+        return None
+    return "ray" if ranks > tree["cluster"]["gpus_per_node"] else "mp"

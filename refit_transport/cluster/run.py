@@ -12,10 +12,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from refit_transport.report.run_report import RunReport
 from refit_transport.report.summary import RunSummary
-from refit_transport.rl.assemble import grpo_loop, ppo_loop
-from refit_transport.rl.loop import TrainingLoop
+from refit_transport.rl.run import run
 
 from .awaiting import await_all
 from .engine_args import engine_args
@@ -57,22 +55,17 @@ def _run(config: DictConfig, algorithm: str) -> RunSummary:
     folder = run_folder(tree, algorithm)
     _localise(tree)
     tokenizer = AutoTokenizer.from_pretrained(tree["policy"]["tokenizer"]["name"])
-    report = RunReport(
-        folder,
-        total_steps=tree[algorithm]["max_num_steps"],
-        config_yaml=OmegaConf.to_yaml(config, resolve=True),
-        tensorboard=tree["logger"]["tensorboard_enabled"],
-        live=None if tree["logger"]["progress"] else False,
-        plots=tree["logger"]["plots"],
-    )
-    with report, running(tree) as cluster:
-        policy = RemotePolicy(cluster.trainers)
-        if algorithm == "ppo":
-            value = RemoteValue(cluster.trainers)
-            loop = ppo_loop(tree, policy, value, cluster.engines, cluster.refit, tokenizer, report, folder)
-        else:
-            loop = grpo_loop(tree, policy, cluster.engines, cluster.refit, tokenizer, report, folder)
-        return _finish(loop, report)
+    with running(tree) as cluster:
+        return run(
+            tree,
+            OmegaConf.to_yaml(config, resolve=True),
+            folder,
+            RemotePolicy(cluster.trainers),
+            cluster.engines,
+            cluster.refit,
+            tokenizer,
+            RemoteValue(cluster.trainers) if algorithm == "ppo" else None,
+        )
 
 
 def _localise(tree: dict[str, Any]) -> None:
@@ -84,11 +77,6 @@ def _localise(tree: dict[str, Any]) -> None:
             tree[section]["model_name"] = str(local_model(tree[section], cache))
             if tokenizer["name"] in (None, name):
                 tokenizer["name"] = tree[section]["model_name"]
-
-
-def _finish(loop: TrainingLoop, report: RunReport) -> RunSummary:
-    result = loop.run()
-    return report.finish(result.weight_version, result.stopped_by)
 
 
 @contextmanager
@@ -121,6 +109,9 @@ def _start(
     """Build models on both sides at the same time."""
     log.info("starting %d trainer ranks and %d x %d inference ranks", layout.trainer_ranks, layout.replicas,
              layout.ranks_per_replica)  # fmt: skip
+    for side in (trainers, engines):
+        pids = await_all(side.calls("pid"), "starting the actors", timeout)
+        side.names = [f"{name} (pid {pid})" for name, pid in zip(side.names, pids, strict=True)]
     calls = engines.start(engine_args(tree)) + trainers.start(_worker_classes(tree), tree)
     await_all(calls, "building the models", timeout)
     if tree["loss_fn"]["reference_policy_kl_penalty"]:

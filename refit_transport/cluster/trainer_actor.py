@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import Any
 
@@ -23,6 +24,9 @@ class TrainerActor:
 
     def host(self) -> str:
         return socket.gethostname()
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def open_store(self) -> tuple[str, int]:
         """Address and port of a store for the trainers' own process group. It listens from here on, so that nobody else

@@ -43,8 +43,9 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str, summary: str) 
     show.add_argument("--html", metavar="FILE", help="write one self-contained page")
     show.add_argument("--list", action="store_true", help="list the models and clusters known by name")
     show.add_argument(
-        "--reference", action="store_true", help="print the model's figures beside published measurements"
-    )
+        "--reference", nargs="?", const="table", choices=("table", "markdown"),
+        help="print predictions beside published measurements (plans five large models: a minute or two)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.reference:
         from refit_transport.report.plan_reference import print_reference
 
-        print_reference()
+        print_reference(markdown=args.reference == "markdown")
         return 0
     from refit_transport.report.plan_study import SCOPES, JobError, study
 

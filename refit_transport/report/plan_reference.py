@@ -134,34 +134,66 @@ def model_results() -> Iterator[ModelResult]:
         yield ModelResult(row, broadcast, serial.seconds, overlapped, ours.bound.seconds)
 
 
-def print_reference(console: Console | None = None) -> None:
-    """Print both tables."""
-    console = console or Console()
-    layers = Table(title="One layer [256, 2048, 7168] bf16, EP16 to TP8, in milliseconds", title_justify="left")
-    for head in ("replicas", "hierarchical: public", "predicted", "deviation", "flat: public", "predicted", "deviation",
-                 "bound: public", "computed"):  # fmt: skip
-        layers.add_column(head, justify="right")
-    for r in layer_results():
-        layers.add_row(
-            str(r.row.replicas), f"{r.row.hierarchical:.2f}", f"{r.hierarchical:.2f}",
-            _deviation(r.hierarchical, r.row.hierarchical), f"{r.row.flat:.2f}", f"{r.flat:.2f}",
-            _deviation(r.flat, r.row.flat), f"{r.row.bound:.2f}", f"{r.bound:.2f}",
-        )  # fmt: skip
-    console.print(layers)
-    models = Table(title="Whole models", title_justify="left")
-    for head in ("model", "layouts", "cluster", "bound", "reshard: public", "predicted", "deviation",
-                 "overlapped", "broadcast: public", "predicted", "deviation"):  # fmt: skip
-        models.add_column(head, justify="left" if head in ("model", "layouts", "cluster") else "right")
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A table as text: its title, its columns and its rows."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+    def markdown(self) -> str:
+        lines = [self.columns, ("---",) * len(self.columns), *self.rows]
+        return "\n".join([f"**{self.title}**", "", *(f"| {' | '.join(cells)} |" for cells in lines), ""])
+
+    def table(self) -> Table:
+        table = Table(title=self.title, title_justify="left")
+        for column in self.columns:
+            table.add_column(column)
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+
+def layer_sheet() -> Sheet:
+    """The layer table, milliseconds."""
+    rows = [
+        (str(r.row.replicas), f"{r.row.hierarchical:.2f}", f"{r.hierarchical:.2f}",
+         _deviation(r.hierarchical, r.row.hierarchical), f"{r.row.flat:.2f}", f"{r.flat:.2f}",
+         _deviation(r.flat, r.row.flat), f"{r.row.bound:.2f}", f"{r.bound:.2f}")
+        for r in layer_results()
+    ]  # fmt: skip
+    columns = ("replicas", "once per domain, published", "predicted", "deviation", "flat, published", "predicted",
+               "deviation", "bound, published", "computed")  # fmt: skip
+    return Sheet("One layer [256, 2048, 7168] bf16, EP16 to TP8, milliseconds", columns, rows)
+
+
+def model_sheet() -> Sheet:
+    """The whole-model table."""
+    rows = []
     for m in model_results():
         row = m.row
-        models.add_row(
-            row.model, f"{row.train} -> {row.gen}" + (f" ({row.note})" if row.note else ""), row.cluster,
-            seconds(m.bound), f"{row.reshard:.1f} s", seconds(m.reshard), _deviation(m.reshard, row.reshard),
-            seconds(m.overlapped),
-            f"{row.broadcast:.1f} s" if row.broadcast else "-", seconds(m.broadcast),
+        public = f"{row.broadcast:.1f} s" if row.broadcast else "-"
+        layouts = f"{row.train} to {row.gen}" + (f" ({row.note})" if row.note else "")
+        rows.append((
+            row.model, row.cluster, layouts, seconds(m.bound), f"{row.reshard:.1f} s", seconds(m.reshard),
+            _deviation(m.reshard, row.reshard), seconds(m.overlapped), public, seconds(m.broadcast),
             _deviation(m.broadcast, row.broadcast) if row.broadcast else "-",
-        )  # fmt: skip
-    console.print(models)
+        ))  # fmt: skip
+    columns = ("model", "cluster", "layouts", "bound", "reshard, published", "predicted, phases in turn", "deviation",
+               "predicted, overlapped", "broadcast, published", "predicted, one root", "deviation")  # fmt: skip
+    return Sheet("Whole models", columns, rows)
+
+
+def print_reference(markdown: bool = False, console: Console | None = None) -> None:
+    """Print both tables, for a terminal or as the markdown of ``docs/planning.md``."""
+    console = console or Console()
+    for sheet in (layer_sheet, model_sheet):
+        made = sheet()
+        if markdown:
+            print(made.markdown())
+        else:
+            console.print(made.table())
 
 
 def _deviation(predicted: float, public: float) -> str:

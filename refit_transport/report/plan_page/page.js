@@ -27,7 +27,7 @@ function fillTiles(shown) {
   const ratio = against ? against.predicted_seconds / shown.predicted_seconds : 1;
   const tiles = [
     [seconds(shown.predicted_seconds), `predicted, ${shown.title}`],
-    [seconds(DATA.bound_seconds), `bound by ${DATA.bound.limited_by}; reached ${percent(shown.bound_share)}`],
+    [seconds(DATA.bound_seconds), `bound, reached to ${percent(shown.bound_share)}`],
     [against ? `${digits(ratio)} x` : "-", against ? `as fast as ${against.title}` : ""],
     [size(shown.peak_extra_bytes_per_rank), "extra memory per rank, at most"],
     [shown.limited_by, "is what limits it", "text"],
@@ -53,7 +53,7 @@ function table(id, head, rows, wordy = []) {
 
 const FIGURES = [
   ["predicted time", (o) => seconds(o.predicted_seconds)],
-  ["bound", (o) => seconds(o.bound_seconds)],
+  ["bound", (o) => `${seconds(o.bound_seconds)} (${DATA.bound.limited_by})`],
   ["share of the bound", (o) => percent(o.bound_share)],
   ["limited by", (o) => o.limited_by],
   ["bytes over the network", (o) => size(o.bytes.network)],

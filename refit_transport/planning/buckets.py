@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,21 +43,18 @@ def fill_buckets(groups: Sequence[Queued], limit: int, world: int) -> tuple[tupl
     """
     ranks = [group.ranks for group in groups]
     alike = _alike(groups, ranks, world, SMALL * limit)
-    costs = [_costs_by_class(group.load.nbytes, alike[of]) for group, of in zip(groups, ranks)]
+    costs = _costs(groups, [alike[of] for of in ranks])
     buckets: list[tuple[Slab, ...]] = []
-    staged = [0] * (int(alike.max(initial=0)) + 1)
+    filling = _Filling(limit, int(alike.max(initial=0)) + 1)
     order = _interleave(groups)
     first = 0
     for position, (group, _, slab) in enumerate(order.tolist()):
         cost = costs[group][slab]
-        for of, nbytes in cost:
-            if staged[of] + nbytes > limit:
-                buckets.append(_slabs(groups, order[first:position]))
-                first = position
-                staged = [0] * len(staged)
-                break
-        for of, nbytes in cost:
-            staged[of] += nbytes
+        if not filling.has_room(cost):
+            buckets.append(_slabs(groups, order[first:position]))
+            filling = _Filling(limit, len(filling.staged))
+            first = position
+        filling.add(cost)
     if first < len(order):
         buckets.append(_slabs(groups, order[first:]))
     return tuple(buckets)
@@ -106,13 +104,68 @@ def _alike(groups: Sequence[Queued], ranks: Sequence[np.ndarray], world: int, sm
     return np.unique(mark, return_inverse=True)[1]
 
 
-def _costs_by_class(nbytes: np.ndarray, classes: np.ndarray) -> list[list[tuple[int, int]]]:
-    """By slab: (class, most bytes that one of its ranks stages)."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cost:
+    """What a slab makes each class of ranks stage (the most that one of its ranks does)."""
+
+    few: list[tuple[int, int]]
+    """(class, bytes) of classes that few groups concern: the senders."""
+    many: np.ndarray
+    """int64: bytes by class that many groups concern: the receivers."""
+    most: int
+    """Of ``many``."""
+
+
+def _costs(groups: Sequence[Queued], classes: Sequence[np.ndarray]) -> list[list[_Cost]]:
+    """By group and slab."""
+    of_group = [_costs_by_class(group.load.nbytes, of) for group, of in zip(groups, classes)]
+    seen = Counter(int(of) for named, _ in of_group for of in named)
+    common = np.array(sorted(of for of, times in seen.items() if 4 * times > len(groups)), np.int64)
+    costs = []
+    for named, most in of_group:
+        shared = np.isin(named, common)
+        many = np.zeros((len(most), len(common)), np.int64)
+        many[:, np.searchsorted(common, named[shared])] = most[:, shared]
+        own = named[~shared].tolist()
+        few = [[pair for pair in zip(own, row) if pair[1]] for row in most[:, ~shared].tolist()]
+        costs.append([_Cost(f, m, int(m.max(initial=0))) for f, m in zip(few, many)])
+    return costs
+
+
+def _costs_by_class(nbytes: np.ndarray, classes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Classes, and int64 [slabs, classes] the most bytes that one rank of each stages."""
     if not len(classes):
-        return [[] for _ in nbytes]
+        return classes, nbytes
     order = np.argsort(classes, kind="stable")
     ordered = classes[order]
     first = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
-    most = np.maximum.reduceat(nbytes[:, order], first, axis=1)
-    named = ordered[first].tolist()
-    return [[pair for pair in zip(named, row) if pair[1]] for row in most.tolist()]
+    return ordered[first], np.maximum.reduceat(nbytes[:, order], first, axis=1)
+
+
+class _Filling:
+    """A bucket that is being filled. Bytes of common classes are added up only when the bound on them is reached."""
+
+    def __init__(self, limit: int, classes: int) -> None:
+        self.limit = limit
+        self.staged = [0] * classes
+        self.common: np.ndarray | int = 0
+        self.pending: list[np.ndarray] = []
+        self.bound = 0
+        """At least what any common class stages."""
+
+    def has_room(self, cost: _Cost) -> bool:
+        if any(self.staged[of] + nbytes > self.limit for of, nbytes in cost.few):
+            return False
+        if self.bound + cost.most <= self.limit:
+            return True
+        if self.pending:
+            self.common = self.common + np.sum(self.pending, axis=0)
+            self.pending = []
+            self.bound = int(self.common.max())
+        return int((self.common + cost.many).max(initial=0)) <= self.limit
+
+    def add(self, cost: _Cost) -> None:
+        for of, nbytes in cost.few:
+            self.staged[of] += nbytes
+        self.pending.append(cost.many)
+        self.bound += cost.most

@@ -81,13 +81,18 @@ def group_entries(
     if missing:
         raise PlanError(f"inference ranks need {_some(missing)}, which no trainer holds")
     groups: dict[tuple[object, ...], GroupSpec] = {}
+    disjoint: set[tuple[int, ...]] = set()
     unused = []
     for number, parameter in enumerate(parameters):
         entry = held.get(parameter.name)
         if entry is None or parameter.name not in wanted:
             unused.append(parameter.name)
             continue
-        for need in wanted[parameter.name]:
+        needs = wanted[parameter.name]
+        if len(needs) > 1 and (layouts := tuple(need.layout for need in needs)) not in disjoint:
+            _check_once(parameter.name, layouts, sink)
+            disjoint.add(layouts)
+        for need in needs:
             key = (entry.dtype, entry.layout, need.dtype, need.layout, need.whole)
             if key not in groups:
                 groups[key] = _spec(parameter, entry, need, source, sink, options)
@@ -111,6 +116,16 @@ def _spec(
     travels_as = wire_dtype(parameter.name, entry.dtype, need.dtype, options.wire_dtype)
     route = Route.BROADCAST if need.whole else Route.RESHARD
     return GroupSpec(route, shape, entry.dtype, need.dtype, travels_as, need.whole, entry.layout, need.layout)
+
+
+def _check_once(name: str, layouts: tuple[int, ...], sink: SideDescription) -> None:
+    """A parameter with several entries (direct here, whole there) must not have two on one rank."""
+    seen: set[int] = set()
+    for layout in layouts:
+        ranks = set(sink.layouts[layout].ranks)
+        if twice := seen & ranks:
+            raise PlanError(f"{name}: inference rank {min(twice)} has two entries of it")
+        seen |= ranks
 
 
 def _check_whole(parameter: LogicalParameter, layout: Layout) -> None:

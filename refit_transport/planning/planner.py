@@ -38,7 +38,6 @@ def plan_refit(
     fabric = Fabric(domains, options.once_per_domain)
     _check_ranks(source, sink, fabric)
     specs, unused = group_entries(source, sink, ordered, options)
-    _check_once(specs, sink, ordered)
     jobs, routed = _route(source, sink, fabric, options, ordered, specs)
     queues = [_queue(job, of.load) for job, of in zip(jobs, routed)]
     buckets = fill_buckets(queues, options.bucket_bytes, len(fabric.domain_of) - 1)
@@ -86,22 +85,6 @@ def _check_ranks(source: SideDescription, sink: SideDescription, fabric: Fabric)
             for rank in layout.ranks:
                 if not fabric.has(rank):
                     raise PlanError(f"{role} rank {rank} has weights but is in no domain")
-
-
-def _check_once(specs: list[GroupSpec], sink: SideDescription, parameters: tuple[LogicalParameter, ...]) -> None:
-    """A parameter with several entries (direct here, whole there) must not have two on one rank."""
-    of_member: dict[int, list[int]] = {}
-    for spec in specs:
-        for member in spec.members:
-            of_member.setdefault(member, []).append(spec.dst_layout)
-    kinds = {tuple(layouts): member for member, layouts in reversed(of_member.items()) if len(layouts) > 1}
-    for layouts, member in kinds.items():
-        seen: set[int] = set()
-        for layout in layouts:
-            ranks = set(sink.layouts[layout].ranks)
-            if twice := seen & ranks:
-                raise PlanError(f"{parameters[member].name}: inference rank {min(twice)} has two entries of it")
-            seen |= ranks
 
 
 def _queue(job: Job, load: TemplateLoad) -> Queued:

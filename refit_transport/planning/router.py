@@ -28,6 +28,9 @@ class Routed:
     load: TemplateLoad
 
 
+_Prepared = tuple[Template, np.ndarray, TemplateLoad]
+
+
 @dataclass(slots=True)
 class Router:
     """Routes jobs in plan order; jobs of equal key and shares have one template."""
@@ -40,7 +43,9 @@ class Router:
     receivers: Ledger
     near: Ledger
     _turn: int = field(default=0, init=False)
-    _templates: dict[tuple[object, ...], tuple[Template, np.ndarray, TemplateLoad]] = field(default_factory=dict, init=False)
+    _templates: dict[tuple[object, ...], tuple[Template, np.ndarray, TemplateLoad]] = field(
+        default_factory=dict, init=False
+    )
     _fans: dict[tuple[int, ...], int] = field(default_factory=dict, init=False)
 
     def route(self, job: Job) -> Routed:
@@ -51,12 +56,11 @@ class Router:
         turn = self._turn if relays else 0
         self._turn += relays
         chains = tuple((number, *of_set.items()) for number, of_set in own.items())
-        key = (job.key, job.spec.itemsize, shares.key(), chains, turn % job.demand.far.shape[1] if turn else 0)
+        turns = tuple(turn % copies for of_set in own.values() for copies in of_set)
+        key = (job.key, job.spec.itemsize, shares.key(), chains, turns)
         if key not in self._templates:
             template = self._template(job, shares, Chains(own, turn))
-            load = template_load(
-                template, job.slot_ranks, job.spec.shape, job.spec.itemsize, self.options.bucket_bytes
-            )
+            load = template_load(template, job.slot_ranks, job.spec.shape, job.spec.itemsize, self.options.bucket_bytes)
             self._templates[key] = template, self._fan(template), load
         template, fan, load = self._templates[key]
         self._charge(job, template, own)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,21 +15,7 @@ from vllm_engines import Family
 
 
 @pytest.fixture(scope="session")
-def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Family]]:
-    """``families(name)``: the engine of a family. One is alive at a time, because vLLM's process groups are global."""
+def families(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    """``families(name)``: the engines of a family, started when first asked for."""
     folder = tmp_path_factory.mktemp("families")
-    alive: dict[str, Family] = {}
-
-    def close() -> None:
-        for family in alive.values():
-            family.close()
-        alive.clear()
-
-    def get(name: str) -> Family:
-        if name not in alive:
-            close()
-            alive[name] = Family(name, folder)
-        return alive[name]
-
-    yield get
-    close()
+    return cache(lambda name: Family(name, folder))

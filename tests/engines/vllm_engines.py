@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -107,19 +106,17 @@ def halves(region: Any) -> list[Any]:
 
 
 class Family:
-    """Two random models of one family, A and B: checkpoints, a live engine of A, and outputs of fresh engines."""
+    """Two random models of one family, A and B: their checkpoints, a live engine of A, and what fresh engines of both
+    put out. vLLM's process groups are global and end with the first engine that is dropped, so all are kept."""
 
     def __init__(self, name: str, folder: Path, **options: Any) -> None:
         self.name = name
         self.paths = {which: make_model(name, folder / f"{name}-{which}", seed) for seed, which in enumerate("ab")}
         self.checkpoints = {which: read_checkpoint(path) for which, path in self.paths.items()}
-        self.fresh, self.fingerprints = {}, {}
-        for which in "ba":
-            self.llm = start_engine(self.paths[which], **options)
-            self.fresh[which] = outputs_of(self.llm)
-            self.fingerprints[which] = self.fingerprint()
-            if which == "b":
-                self.close()
+        self.engines = {which: start_engine(path, **options) for which, path in self.paths.items()}
+        self.llm = self.engines["a"]
+        self.fresh = {which: outputs_of(llm) for which, llm in self.engines.items()}
+        self.fingerprints = {which: fingerprint_of(llm) for which, llm in self.engines.items()}
 
     @property
     def model(self) -> torch.nn.Module:
@@ -130,10 +127,7 @@ class Family:
 
         return VllmSink(self.model, worker_of(self.llm).vllm_config, torch.device("cpu"))
 
-    def fingerprint(self) -> dict[str, str]:
-        return self.llm.collective_rpc("weight_fingerprint")[0]
 
-    def close(self) -> None:
-        """vLLM tears its process groups down with the engine; it must be gone before the next one starts."""
-        self.llm = None
-        gc.collect()
+def fingerprint_of(llm: Any) -> dict[str, str]:
+    """Of the first worker."""
+    return llm.collective_rpc("weight_fingerprint")[0]

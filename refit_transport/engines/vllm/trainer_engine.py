@@ -12,8 +12,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -71,10 +72,10 @@ class ReshardTrainerEngine(TrainerWeightTransferEngine[ReshardTrainerInitInfo]):
             )
             for i, each in enumerate(self._clients)
         ]
-        self._member = RefitMember.join(
-            init_info.address, rank=init_info.rank, role="trainer", source=source, timeout=init_info.timeout
-        )
-        _wait(joined)
+        with _awaited(joined):
+            self._member = RefitMember.join(
+                init_info.address, rank=init_info.rank, role="trainer", source=source, timeout=init_info.timeout
+            )
         return self
 
     def send_weights(self) -> RefitReport:
@@ -83,9 +84,8 @@ class ReshardTrainerEngine(TrainerWeightTransferEngine[ReshardTrainerInitInfo]):
         with self._lock:
             version = self._member.version + 1
             updates = [self._pool.submit(self._update, each, version) for each in self._clients]
-            report = self._member.refit(version, timeout=self._info.timeout)
-            _wait(updates)
-            return report
+            with _awaited(updates):
+                return self._member.refit(version, timeout=self._info.timeout)
 
     def shutdown(self) -> None:
         """Leave the session. May be called twice."""
@@ -103,6 +103,15 @@ class ReshardTrainerEngine(TrainerWeightTransferEngine[ReshardTrainerInitInfo]):
             reset()
 
 
-def _wait(futures: Sequence[Future[None]]) -> None:
-    for future in futures:
-        future.result()
+@contextmanager
+def _awaited(calls: Sequence[Future[None]]) -> Iterator[None]:
+    """Run the block beside ``calls`` and leave only when they are done, whatever failed. An engine that failed knows
+    more than the trainer that waited for it, so its error is the cause of the block's."""
+    try:
+        yield
+    except Exception as error:
+        wait(calls)
+        cause = next((call.exception() for call in calls if call.exception() is not None), None)
+        raise error from cause
+    for call in calls:
+        call.result()

@@ -66,6 +66,11 @@ class EngineGroup:
         """The version each replica's workers hold, read back from them; -1 for a stale one."""
         return await_all(self.calls("weight_version"), "reading weight versions", self._timeout)
 
+    def worker_pids(self, replica: int) -> list[int]:
+        """Process ids of a replica's workers, by rank."""
+        call = (self.names[replica], self.actors[replica].pids.remote())
+        return await_all([call], "asking for worker processes", self._timeout)[0]
+
     def shutdown(self) -> None:
         for actor in self.actors:
             ray.kill(actor, no_restart=True)

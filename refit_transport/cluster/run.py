@@ -53,7 +53,7 @@ def _run(config: DictConfig, algorithm: str) -> RunSummary:
 
     tree = OmegaConf.to_container(config, resolve=True)
     folder = run_folder(tree, algorithm)
-    _localise(tree)
+    localise(tree)
     tokenizer = AutoTokenizer.from_pretrained(tree["policy"]["tokenizer"]["name"])
     with running(tree) as cluster:
         return run(
@@ -68,7 +68,7 @@ def _run(config: DictConfig, algorithm: str) -> RunSummary:
         )
 
 
-def _localise(tree: dict[str, Any]) -> None:
+def localise(tree: dict[str, Any]) -> None:
     """Names of models become directories. The tokenizer is the model's own unless it has another name."""
     cache = Path(tree["logger"]["log_dir"])
     for section in ("policy", "value"):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import connection
 from typing import Any
 
 import torch
@@ -38,36 +39,49 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, group: 
         for process in ranks:
             process.start()
         try:
-            return _collect([receive for receive, _ in pipes])
+            return _collect(ranks, [receive for receive, _ in pipes])
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
 
 
-def _collect(pipes: list[Any]) -> list[Any]:
+def _collect(ranks: list[Any], pipes: list[Any]) -> list[Any]:
     deadline = time.monotonic() + DEADLINE_S
-    results, failures = [], []
-    for rank, pipe in enumerate(pipes):
-        if not pipe.poll(0.5 if failures else max(0.0, deadline - time.monotonic())):
-            failures.append(f"rank {rank}: no answer within {DEADLINE_S} s")
-            continue
-        ok, payload = pickle.loads(pipe.recv_bytes())
-        (results if ok else failures).append(payload)
+    results, failures = {}, []
+    waiting = dict(enumerate(pipes))
+    while waiting and time.monotonic() < deadline:
+        ready = connection.wait([*waiting.values(), *(ranks[r].sentinel for r in waiting)], 1.0 if failures else 5.0)
+        for rank, pipe in list(waiting.items()):
+            if pipe.poll():
+                ok, payload = pickle.loads(pipe.recv_bytes())
+                results |= {rank: payload} if ok else {}
+                failures += [] if ok else [payload]
+            elif ranks[rank].sentinel in ready:
+                ranks[rank].join()
+                failures.append(f"rank {rank}: died with exit code {ranks[rank].exitcode}")
+            else:
+                continue
+            del waiting[rank]
+        if failures and not ready:
+            break  # the others wait for a rank that failed
+    failures += [f"rank {rank}: no answer" for rank in waiting]
     assert not failures, "\n".join(failures)
-    return results
+    return [results[rank] for rank in range(len(pipes))]
 
 
 def _run_rank(
     rank: int, world_size: int, pipe: Any, function: Callable[..., Any], args: tuple, init_method: str | None
 ) -> None:
+    signal.alarm(int(2 * DEADLINE_S))  # no orphan outlives a parent that was killed
     try:
         if init_method:
-            dist.init_process_group(
-                "gloo", init_method, world_size=world_size, rank=rank, timeout=timedelta(seconds=DEADLINE_S)
-            )
+            timeout = timedelta(seconds=DEADLINE_S)
+            dist.init_process_group("gloo", init_method, world_size=world_size, rank=rank, timeout=timeout)
         answer = (True, function(rank, *args))
     except BaseException:
         answer = (False, f"rank {rank}: {traceback.format_exc()}")
     pipe.send_bytes(pickle.dumps(answer))
-    os._exit(0)  # several gloo groups abort now and then in the interpreter's exit
+    # The parent kills all ranks at once: one that left earlier would break the others' last collective, and several
+    # gloo groups abort now and then in the interpreter's exit.
+    signal.pause()

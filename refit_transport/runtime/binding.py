@@ -146,10 +146,8 @@ class Binding:
         for index, message in enumerate(bucket.recvs):
             recv_of_row.update((row, index) for row in range(message.first, message.last))
             recvs.append(self._bound_recv(index, message, layout, slot))
-        sends = [self._bound_send(message, layout, slot, recv_of_row) for message in bucket.sends]
-        pack = Copies()
-        for row in layout.packed:
-            pack.add(self._staged(row, layout, slot), layout.views[row])
+        sends = [self._bound_send(i, message, layout, slot, recv_of_row) for i, message in enumerate(bucket.sends)]
+        pack = Copies([t for m in sends for t in m.pack.dst], [t for m in sends for t in m.pack.src])
         local, rows = Copies(), range(*bucket.local)
         for row in rows:
             local.add(self._target_view(row), self._source_view(row))
@@ -168,11 +166,17 @@ class Binding:
                 bound.unpack.add(layout.views[row], self._staged(row, layout, slot))
         return bound
 
-    def _bound_send(self, m: Message, layout: BucketLayout, slot: int, recv_of_row: dict[int, int]) -> BoundMessage:
+    def _bound_send(
+        self, index: int, m: Message, layout: BucketLayout, slot: int, recv_of_row: dict[int, int]
+    ) -> BoundMessage:
         origins = [self._pieces.origin[row] for row in range(m.first, m.last)]
         rows = [row if origin < 0 else origin for row, origin in enumerate(origins, start=m.first)]
         needs = tuple(sorted({recv_of_row[origin] for origin in origins if origin >= 0}))
-        return BoundMessage(m.peer, m.hop, m.link, m.nbytes, self._segments(rows, layout, slot), needs=needs)
+        bound = BoundMessage(m.peer, m.hop, m.link, m.nbytes, self._segments(rows, layout, slot), needs=needs)
+        bound.shares = tuple(sorted(layout.shares[index] - {index}))
+        for row in layout.packed[index]:
+            bound.pack.add(self._staged(row, layout, slot), layout.views[row])
+        return bound
 
     def _segments(self, rows: Sequence[int], layout: BucketLayout, slot: int) -> list[torch.Tensor]:
         """The bytes of ``rows`` in order, as few runs of memory as there are."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from refit_transport.layout.region import Region
 from refit_transport.planning.program import BucketProgram, Message
 
 from .pieces import Pieces
@@ -25,8 +26,10 @@ class BucketLayout:
     """Live bytes (uint8, 1-D) of every row that is not staged."""
     views: dict[int, torch.Tensor] = field(default_factory=dict)
     """Live tensor of every row that is packed or unpacked here."""
-    packed: list[int] = field(default_factory=list)
-    """Rows to pack, one per staged run of own data."""
+    packed: list[list[int]] = field(default_factory=list)
+    """Rows to pack, by sent message; data that several messages carry is packed for the first of them."""
+    shares: list[set[int]] = field(default_factory=list)
+    """By sent message: the earlier messages whose packed data it carries as well."""
     in_place: dict[int, bool] = field(default_factory=dict)
     """Index into ``recvs`` of messages that are read where their sender staged them -> whether they are relayed."""
 
@@ -50,7 +53,7 @@ class _Layouter:
         self.out = BucketLayout()
         self.forwarded: set[int] = set()
         self.forwarded_in_place: set[int] = set()
-        self._own_runs: dict[tuple[int, object], int] = {}
+        self._own_runs: dict[tuple[int, Region], tuple[int, int]] = {}
         for message in bucket.sends:
             rows = {pieces.origin[row] for row in range(message.first, message.last)} - {-1}
             self.forwarded |= rows
@@ -76,8 +79,11 @@ class _Layouter:
                 staged.append(row)
         self._stage(staged)
 
-    def send(self, message: Message) -> None:
-        staged = []
+    def send(self, index: int, message: Message) -> None:
+        staged: list[int] = []
+        self.out.packed.append(staged)
+        self.out.shares.append(set())
+        twins: dict[int, int] = {}
         for row in range(message.first, message.last):
             if self.pieces.origin[row] >= 0:
                 continue
@@ -86,14 +92,16 @@ class _Layouter:
                 self.out.direct[row] = live_bytes(view)
                 continue
             run = (self.pieces.parameter[row], self.pieces.region(row))
-            if run in self._own_runs:
-                self.out.staged[row] = self.out.staged[self._own_runs[run]]
+            first, packer = self._own_runs.setdefault(run, (row, index))
+            if first != row:
+                twins[row] = first
+                self.out.shares[index].add(packer)
                 continue
-            self._own_runs[run] = row
             self.out.views[row] = view
-            self.out.packed.append(row)
             staged.append(row)
         self._stage(staged)
+        for row, first in twins.items():
+            self.out.staged[row] = self.out.staged[first]
 
     def _goes_direct(self, row: int, view: torch.Tensor) -> bool:
         least = self.staging.direct_bytes
@@ -124,6 +132,6 @@ def lay_out(
     layouter = _Layouter(pieces, bucket, staging, source, target)
     for index, message in enumerate(bucket.recvs):
         layouter.receive(index, message)
-    for message in bucket.sends:
-        layouter.send(message)
+    for index, message in enumerate(bucket.sends):
+        layouter.send(index, message)
     return layouter.out

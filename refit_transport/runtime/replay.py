@@ -39,6 +39,10 @@ class BoundMessage:
     segments: list[torch.Tensor]
     """uint8, 1-D, contiguous; their concatenation is the message. Empty for a message that is read where its sender
     staged it, until ``Binding.attach``."""
+    pack: Copies = field(default_factory=Copies)
+    """Sent messages: the part of the bucket's ``pack`` that is this message's own."""
+    shares: tuple[int, ...] = ()
+    """Sent messages: indices into the bucket's ``sends`` of the messages whose packed data this one carries as well."""
     unpack: Copies = field(default_factory=Copies)
     """Received messages: what to copy once it is complete."""
     needs: tuple[int, ...] = ()
@@ -57,6 +61,7 @@ class BoundBucket:
     sends: list[BoundMessage]
     recvs: list[BoundMessage]
     pack: Copies
+    """All that is packed for the bucket, for wires that do not pack message by message."""
     local: Copies
     local_bytes: int
     direct: tuple[str, ...]

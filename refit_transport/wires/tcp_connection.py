@@ -21,17 +21,21 @@ MAX_VECTORS = 64
 """Runs of memory per sendmsg; more would copy long lists for every megabyte."""
 
 
-def tune(sock: socket.socket, buffer_bytes: int, congestion: str | None) -> None:
-    """Options of a data connection. ``congestion``: reno fills a fabric that does not lose packets better than bbr, the
-    default of some systems; a name that the kernel refuses is left alone. ``buffer_bytes`` 0 leaves the kernel's."""
+def tune(sock: socket.socket, send_buffer: int, congestion: str | None) -> None:
+    """Options of a data connection.
+
+    ``send_buffer``: what the kernel holds back of a flow, in bytes. Small, so that the flows of a rank stay in step:
+    with the kernel's own megabytes per flow, some destinations run ahead while others starve. 0 leaves the kernel's.
+    ``congestion``: reno fills a fabric that does not lose packets better than bbr, the default of some systems; a name
+    that the kernel refuses is left alone.
+    """
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if congestion:
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
-    if buffer_bytes:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+    if send_buffer:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
 
 
 def views_of(segments: Sequence[torch.Tensor]) -> list[memoryview]:

@@ -21,6 +21,7 @@ from .base import WireError, WireStats
 from .shm import open_block
 from .tcp_connection import Connection, Memory, SharedStaging
 from .tcp_frames import Kind, frame, pack_share, parse, unpack_share
+from .tcp_guard import Guard
 from .tcp_replay import Recv, Replay, Send
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ class Exchange:
         self, wire: TcpWire, replay: Replay, version: int, deadline: float, failed: Callable[[], str | None]
     ) -> None:
         self.wire, self.replay, self.version = wire, replay, version
-        self.deadline, self.failed = deadline, failed
         self.binding = replay.binding
         self.poller = wire.poller
         self.by_fd = {c.sock.fileno(): c for c in wire.connections.values()}
@@ -61,9 +61,15 @@ class Exchange:
         """Messages that can be read in place, of buckets that are not open yet."""
         self.turns: deque[Connection] = deque()
         """Connections that have something to send and room for it."""
-        self.progress_at = time.monotonic()
+        self.guard = Guard(wire, deadline, failed, wire.stall_s + replay.most_bytes / wire.bytes_per_s)
 
     def run(self) -> WireStats:
+        try:
+            return self._run()
+        finally:
+            self.guard.close()
+
+    def _run(self) -> WireStats:
         self.replay.rewind()
         for connection in self.wire.connections.values():
             self._begin(connection)
@@ -77,7 +83,7 @@ class Exchange:
             now = time.monotonic()
             if now >= next_check:
                 next_check = now + POLL_S
-                self._check(now)
+                self.guard.tick(self._waits_for, self._where)
 
     def _settled(self) -> bool:
         """Nothing is left to send, and every peer's BEGIN was read: one left behind would open the next refit."""
@@ -117,7 +123,6 @@ class Exchange:
         self.opened += 1
         bucket = self.binding.buckets[number]
         started = time.perf_counter()
-        bucket.pack.run()
         bucket.local.run()
         self.stats.seconds["pack"] += time.perf_counter() - started
         self.stats.sent["local"] += bucket.local_bytes
@@ -130,7 +135,6 @@ class Exchange:
         for connection in self.wire.connections.values():
             if connection.paused:
                 self._resume(connection)
-        self._send_turn()
 
     def _load(self, number: int) -> None:
         bucket = self.binding.buckets[number]
@@ -157,8 +161,10 @@ class Exchange:
         """Give every connection that has room one chunk."""
         for _ in range(len(self.turns)):
             connection = self.turns.popleft()
-            started = time.perf_counter()
             item = connection.outbox[0]
+            if isinstance(item.mark, Send) and not item.mark.packed:
+                self._pack(item.mark)
+            started = time.perf_counter()
             try:
                 item.send(connection.sock, self.wire.chunk_bytes)
             except BlockingIOError:
@@ -168,12 +174,22 @@ class Exchange:
                 raise self._lost(connection, f"broke its connection ({error.strerror})") from error
             finally:
                 self.stats.seconds[connection.link] += time.perf_counter() - started
-            self.progress_at = time.monotonic()
+            self.guard.moved()
             if not item.left:
                 connection.outbox.popleft()
                 self._sent(item)
             if connection.outbox:
                 self.turns.append(connection)
+
+    def _pack(self, send: Send) -> None:
+        """Just before the first byte leaves: packing ahead would keep the other connections waiting."""
+        started = time.perf_counter()
+        sends = self.replay.sends[send.bucket]
+        for each in (*(sends[i] for i in send.message.shares), send):
+            if not each.packed:
+                each.message.pack.run()
+                each.packed = True
+        self.stats.seconds["pack"] += time.perf_counter() - started
 
     def _sent(self, item: Memory) -> None:
         send = item.mark
@@ -192,7 +208,7 @@ class Exchange:
         for fd, event in events:
             connection = self.by_fd.get(fd)
             if connection is None:
-                self.wire.serve(fd)
+                self.wire.lobby.serve()
                 continue
             if event & select.EPOLLOUT:
                 self._watch(connection, connection.interest & ~select.EPOLLOUT)
@@ -217,7 +233,7 @@ class Exchange:
             if not got:
                 self._ended(connection)
                 return
-            self.progress_at = time.monotonic()
+            self.guard.moved()
             if target.left:
                 continue
             if target is connection.header:
@@ -289,6 +305,7 @@ class Exchange:
 
     def _stored(self, recv: Recv) -> None:
         number = recv.bucket
+        recv.stored = True
         self.stats.received[recv.connection.link] += recv.message.nbytes
         needs = self.needs_left[number]
         for index in recv.feeds:
@@ -340,37 +357,31 @@ class Exchange:
 
     def _ended(self, connection: Connection) -> None:
         """All that the peer sent before it closed has been read."""
-        rank = connection.peer.rank
-        if connection.outbox or self.unreleased[rank] or self.awaited[rank]:
+        if self._needs(connection):
             raise self._lost(connection, "closed its connection")
         connection.closed = True
         self._watch(connection, 0)
 
-    def _check(self, now: float) -> None:
-        text = self.failed()
-        if text:
-            raise WireError(text, phase=self._phase(), bucket=self.first)
-        if self.wire.closed:
-            raise WireError("the wire was closed during the refit", phase=self._phase(), bucket=self.first)
-        if now >= self.deadline or now - self.progress_at > self.wire.stall_s:
-            raise self._stalled(now)
+    def _needs(self, connection: Connection) -> bool:
+        """Whether this refit cannot end without the peer."""
+        rank = connection.peer.rank
+        return bool(connection.outbox or self.unreleased[rank] or self.awaited[rank])
 
-    def _lost(self, connection: Connection, what: str) -> WireError:
-        bucket = min(self.first, self.count - 1)
-        text = f"{connection.peer} {what} ({connection.link} transfer, bucket {bucket} of {self.count})"
-        return WireError(text, peer=connection.peer.rank, phase=connection.link, bucket=bucket)
-
-    def _stalled(self, now: float) -> WireError:
-        connection = self._culprit()
-        return self._lost(connection, f"has made no progress for {now - self.progress_at:.1f} s")
-
-    def _culprit(self) -> Connection:
+    def _waits_for(self) -> list[Connection]:
+        """The peers that hold up the open buckets, those of the first bucket first."""
+        found: dict[int, Connection] = {}
         for number in range(self.first, self.opened):
             for recv in self.replay.recvs[number]:
-                if recv.incoming is not None and recv.incoming.left:
-                    return recv.connection
-        busy = [c for c in self.by_fd.values() if c.outbox or self.unreleased[c.peer.rank] or self.awaited[c.peer.rank]]
-        return busy[0]
+                if not recv.stored:
+                    found.setdefault(recv.connection.peer.rank, recv.connection)
+        for rank, connection in self.wire.connections.items():
+            if connection.outbox or self.unreleased[rank]:
+                found.setdefault(rank, connection)
+        return list(found.values())
 
-    def _phase(self) -> str:
-        return self._culprit().link
+    def _where(self) -> tuple[str, int]:
+        blocked = self._waits_for()
+        return (blocked[0].link if blocked else "load"), min(self.first, self.count - 1)
+
+    def _lost(self, connection: Connection, what: str) -> WireError:
+        return self.guard.lost(connection, what, self._where())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import socket
@@ -11,16 +10,12 @@ from collections.abc import Callable, Mapping
 
 from .base import Peer, WireError
 from .shm import BlockAddress, open_block
+from .tcp_calls import answer, start_call, told_error
 from .tcp_connection import Connection
 from .tcp_frames import REPLY_BYTES, Call, Hello, Reply
-from .tcp_lobby import Lobby, answer
+from .tcp_lobby import Lobby
 
 POLL_S = 0.2
-
-
-def address_of(peer: Peer, domain: bool) -> tuple[str, int]:
-    host, port = peer.endpoint["domain" if domain else "network"]
-    return str(host), int(port)
 
 
 def can_read(peer: Peer) -> bool:
@@ -57,6 +52,9 @@ class Join:
     def welcome(self, sock: socket.socket, hello: Hello) -> None:
         """A caller said hello: take it in when it is a peer that is awaited, refuse it with a reason otherwise."""
         peer = self.peers.get(hello.rank)
+        if hello.call == Call.FAILED and hello.target == self.token and peer is not None:
+            sock.close()
+            raise told_error(hello.text)
         reason = self._objection(hello, peer)
         reads = False
         if not reason:
@@ -79,11 +77,10 @@ class Join:
             if left <= 0:
                 raise self._late()
             for fd, event in self.poller.poll(min(left, POLL_S)):
-                if lobby.owns(fd):
-                    lobby.serve(fd)
-                elif fd in self._calls:
+                if fd in self._calls:
                     self._progress(fd, event)
-            lobby.drop_silent()
+                else:
+                    lobby.serve()
         return self.connections
 
     def abandon(self) -> None:
@@ -107,15 +104,10 @@ class Join:
         return ""
 
     def _call(self, peer: Peer) -> None:
-        near = peer.domain == self.domain
-        host, port = address_of(peer, near)
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        code = sock.connect_ex((host, port))
-        if code not in (0, errno.EINPROGRESS):
-            sock.close()
-            raise self._unreachable(peer, code)
+        try:
+            sock = start_call(peer, peer.domain == self.domain)
+        except OSError as error:
+            raise self._unreachable(peer, error.errno) from error
         self._calls[sock.fileno()] = (sock, peer, False, bytearray())
         self.poller.register(sock.fileno(), select.EPOLLOUT)
 

@@ -7,9 +7,9 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from .tcp_frames import HELLO_BYTES, Hello, Reply
+from .tcp_frames import HELLO_BYTES, Hello
 
 PATIENCE_S = 5.0
 """A caller that has not said hello by then is dropped."""
@@ -33,32 +33,30 @@ def open_port(host: str) -> socket.socket:
 
 
 class Lobby:
-    """Accepts on ``ports`` and calls ``welcome(socket, hello)`` for whoever says a proper hello."""
+    """Accepts on ``ports`` and calls ``welcome(socket, hello)`` for whoever says a proper hello; the socket is then
+    ``welcome``'s. Another poller may watch ``fileno()`` and call ``serve`` when it stirs."""
 
-    def __init__(
-        self, poller: select.epoll, ports: list[socket.socket], welcome: Callable[[socket.socket, Hello], None]
-    ) -> None:
-        self._poller, self.welcome = poller, welcome
+    def __init__(self, ports: Sequence[socket.socket]) -> None:
+        self.welcome: Callable[[socket.socket, Hello], None] = lambda sock, hello: sock.close()
+        self._poller = select.epoll()
         self._ports = {port.fileno(): port for port in ports}
         self._guests: dict[int, tuple[socket.socket, bytearray, float]] = {}
         for fd in self._ports:
-            poller.register(fd, select.EPOLLIN)
+            self._poller.register(fd, select.EPOLLIN)
 
-    def owns(self, fd: int) -> bool:
-        return fd in self._ports or fd in self._guests
+    def fileno(self) -> int:
+        return self._poller.fileno()
 
-    def serve(self, fd: int) -> None:
-        if fd in self._ports:
-            self._accept(self._ports[fd])
-        else:
-            self._hear(fd)
-
-    def drop_silent(self) -> None:
-        """Drop callers that have said nothing for too long."""
+    def serve(self, timeout: float = 0.0) -> None:
+        """Hear whoever is there, waiting up to ``timeout`` seconds for the first. Raises what ``welcome`` raises."""
+        for fd, _ in self._poller.poll(timeout):
+            if fd in self._ports:
+                self._accept(self._ports[fd])
+            elif fd in self._guests:
+                self._hear(fd)
         now = time.monotonic()
-        for fd, (_, _, since) in list(self._guests.items()):
-            if now - since > PATIENCE_S:
-                self._drop(fd)
+        for fd in [fd for fd, (_, _, since) in self._guests.items() if now - since > PATIENCE_S]:
+            self._drop(fd)
 
     def close(self) -> None:
         for fd in list(self._guests):
@@ -66,6 +64,7 @@ class Lobby:
         for port in self._ports.values():
             port.close()
         self._ports.clear()
+        self._poller.close()
 
     def _accept(self, port: socket.socket) -> None:
         try:
@@ -82,7 +81,7 @@ class Lobby:
     def _hear(self, fd: int) -> None:
         sock, heard, _ = self._guests[fd]
         try:
-            data = sock.recv(HELLO_BYTES if len(heard) < HELLO_BYTES else 1 << 16)
+            data = sock.recv(HELLO_BYTES - len(heard) if len(heard) < HELLO_BYTES else 1 << 16)
             heard += data
             hello = Hello.parse(heard)
         except BlockingIOError:
@@ -101,12 +100,3 @@ class Lobby:
         sock, _, _ = self._guests.pop(fd)
         self._poller.unregister(fd)
         sock.close()
-
-
-def answer(sock: socket.socket, reply: Reply) -> bool:
-    """Send a reply, which always fits into the buffer of a fresh socket. False when the caller is gone."""
-    try:
-        sock.send(reply.pack())
-    except OSError:
-        return False
-    return True

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from refit_transport.runtime.binding import Binding
-from refit_transport.runtime.replay import BoundMessage
+from refit_transport.runtime.replay import BoundBucket, BoundMessage
 
 from .tcp_connection import Connection, Memory, views_of
 from .tcp_frames import Kind, frame, short_digest
@@ -25,6 +25,7 @@ class Send:
     connection: Connection
     outgoing: Memory
     in_place: bool
+    packed: bool = False
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class Recv:
     release: bytes
     feeds: list[int]
     """Indices into the bucket's sends of the messages that forward from this one."""
+    stored: bool = False
 
 
 class Replay:
@@ -49,6 +51,8 @@ class Replay:
         self.digest = short_digest(binding.program.digest)
         self.sends: list[list[Send]] = []
         self.recvs: list[list[Recv]] = []
+        self.most_bytes = max((_bucket_bytes(bucket) for bucket in binding.buckets), default=0)
+        """Bytes that this rank sends and receives in its largest bucket."""
         self.recv_count = dict.fromkeys(connections, 0)
         self.in_place_count = dict.fromkeys(connections, 0)
         """Messages that each peer reads in place."""
@@ -65,7 +69,9 @@ class Replay:
     def rewind(self) -> None:
         for send in (send for bucket in self.sends for send in bucket):
             send.outgoing.rewind()
+            send.packed = False
         for recv in (recv for bucket in self.recvs for recv in bucket):
+            recv.stored = False
             if recv.incoming is not None:
                 recv.incoming.rewind()
 
@@ -125,3 +131,7 @@ class Replay:
         incoming = None if message.in_place else Memory(views_of(message.segments))
         release = frame(Kind.RELEASE, number, message.hop)
         return Recv(number, message, connection, incoming, release, [])
+
+
+def _bucket_bytes(bucket: BoundBucket) -> int:
+    return sum(message.nbytes for message in (*bucket.sends, *bucket.recvs))

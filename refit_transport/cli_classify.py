@@ -66,15 +66,16 @@ def _from_transformers(path: Path) -> list[LogicalParameter]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from refit_transport.layout.layout import LogicalParameter
-    from refit_transport.trainers.checkpoint_names import checkpoint_tensors
+    from refit_transport.trainers.tied_names import distinct_tensors
 
     try:
         config = AutoConfig.from_pretrained(path if path.is_dir() else path.parent)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
+        model.tie_weights()
     except (ValueError, KeyError, OSError) as error:
         raise UsageError(f"transformers cannot build {path}: {error}") from None
-    tensors = checkpoint_tensors(model, model.state_dict())
+    tensors, _ = distinct_tensors(model, model.state_dict(keep_vars=True))
     return [LogicalParameter(t.name, t.shape, str(t.dtype).removeprefix("torch.")) for t in tensors]
 
 

@@ -37,7 +37,7 @@ def test_places_that_pip_was_told_of_reach_uv(monkeypatch: pytest.MonkeyPatch) -
 
 def test_nothing_is_done_while_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in environment.DECIDING_FILES:
-        (tmp_path / name).write_text("uv==1\n")
+        (tmp_path / name).write_text("uv==1\ntorch==1\n")
     monkeypatch.setattr(environment, "ROOT", tmp_path)
     monkeypatch.setattr(environment, "VENV", tmp_path / ".venv")
     ran = []
@@ -49,6 +49,6 @@ def test_nothing_is_done_while_nothing_changes(tmp_path: Path, monkeypatch: pyte
     first = len(ran)
     environment.main(["docs"])
     assert (first > 0, len(ran)) == (True, first)
-    (tmp_path / "constraints.txt").write_text("uv==2\n")
+    (tmp_path / "constraints.txt").write_text("uv==2\ntorch==1\n")
     environment.main(["docs"])
     assert len(ran) > first

@@ -91,6 +91,8 @@ def job_from(args: argparse.Namespace) -> Job:
     job = Job(
         recipe["model"], recipe["training"], recipe["generation"], cluster, recipe["colocated"], recipe["options"]
     )
+    if not args.cluster and not recipe.get("cluster"):
+        job = replace(job, notes=(f"No --cluster was given: {DEFAULT_CLUSTER} is assumed.",))
     if args.bucket_mib:
         job = replace(job, options=replace(job.options, bucket_bytes=args.bucket_mib << 20))
     return job

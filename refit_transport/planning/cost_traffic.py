@@ -241,12 +241,14 @@ def _messages(rows: Sequence[_Rows], counts: np.ndarray, ranks: int) -> tuple[np
         if same != bucket:
             out[bucket], into[bucket] = out[same], into[same]
             continue
+        new = []
         for number in present:
-            mark[sets[number]] = True
-        pairs = mark.reshape(LAST_HOP + 1, ranks, ranks)
-        out[bucket], into[bucket] = pairs.sum((0, 2)), pairs.sum((0, 1))
-        for number in present:
-            mark[sets[number]] = False
+            new.append(sets[number][~mark[sets[number]]])
+            mark[new[-1]] = True
+        pairs = np.concatenate(new) if new else np.zeros(0, np.int64)
+        out[bucket] = np.bincount(pairs // ranks % ranks, minlength=ranks)
+        into[bucket] = np.bincount(pairs % ranks, minlength=ranks)
+        mark[pairs] = False
     return out, into
 
 

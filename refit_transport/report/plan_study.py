@@ -30,6 +30,8 @@ class Job:
     cluster: Cluster
     colocated: bool = False
     options: PlanOptions = field(default_factory=PlanOptions)
+    notes: tuple[str, ...] = ()
+    """Assumptions that whoever made the job took on its behalf."""
 
     @property
     def trainers(self) -> range:
@@ -120,7 +122,7 @@ def _outcome(
 
 
 def _assumptions(job: Job) -> tuple[str, ...]:
-    notes = [f"Model: {note}." for note in job.model.assumed]
+    notes = [*job.notes, *(f"Model: {note}." for note in job.model.assumed)]
     if job.cluster.assumed:
         notes.append(f"Cluster {job.cluster.name}: assumed, not public: {', '.join(job.cluster.assumed)}.")
     if not job.training.fsdp and job.model.layers % (job.training.pp * job.training.vpp):

@@ -101,6 +101,7 @@ LAYOUTS = {
     "fsdp2": (2, {}),
     "fsdp3, last rank idle": (3, {"train_global_batch_size": 4}),
     "hsdp 2x2": (4, {"dtensor_cfg": {"dp_replicate_size": 2}}),
+    "tp2": (2, {"dtensor_cfg": {"tensor_parallel_size": 2}}),
     "tp2 x fsdp2": (4, {"dtensor_cfg": {"tensor_parallel_size": 2}}),
     "micro-batches of one row": (1, {"train_micro_batch_size": 1}),
     "one micro-batch": (1, {"train_micro_batch_size": 64}),
@@ -162,12 +163,17 @@ def test_one_optimizer_step_per_global_batch_and_one_schedule_step_per_call(chec
     assert steps == 3 * 3
 
 
-def test_resuming_continues_bit_for_bit(checkpoint, tmp_path):
+@pytest.mark.parametrize(
+    ("world_size", "cfg"),
+    [(2, {}), (2, {"tensor_parallel_size": 2}), (4, {"dp_replicate_size": 2})],
+    ids=["fsdp", "tp", "hsdp"],
+)
+def test_resuming_continues_bit_for_bit(checkpoint, tmp_path, world_size, cfg):
     schedule = [{"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 10}}]
-    config = make_config(checkpoint, optimizer=ADAMW, scheduler=schedule)
+    config = make_config(checkpoint, optimizer=ADAMW, scheduler=schedule, dtensor_cfg=cfg)
 
     def straight(rank):
-        worker = make_worker(rank, 2, config)
+        worker = make_worker(rank, world_size, config)
         worker.train(make_batch(), LOSS)
         worker.save_checkpoint(tmp_path / "step1", {"step": 1, "weight_version": 7})
         after_save = torch.rand(1)
@@ -175,7 +181,7 @@ def test_resuming_continues_bit_for_bit(checkpoint, tmp_path):
         return metrics, full_weights(worker), after_save
 
     def resumed(rank):
-        worker = make_worker(rank, 2, config)
+        worker = make_worker(rank, world_size, config)
         torch.rand(5)
         extra = worker.load_checkpoint(tmp_path / "step1")
         assert extra == {"step": 1, "weight_version": 7}
@@ -184,7 +190,7 @@ def test_resuming_continues_bit_for_bit(checkpoint, tmp_path):
         return metrics, full_weights(worker), after_load
 
     for (metrics, weights, number), (metrics2, weights2, number2) in zip(
-        run_ranks(2, straight), run_ranks(2, resumed), strict=True
+        run_ranks(world_size, straight), run_ranks(world_size, resumed), strict=True
     ):
         assert metrics == metrics2 and number == number2
         assert all(torch.equal(weights[name], weights2[name]) for name in weights)
@@ -310,3 +316,22 @@ def test_lora_policy_trains_adapters_only_and_resumes(checkpoint, tmp_path):
 
     names, _ = run_ranks(2, rank_body)
     assert names == sorted(transformers.AutoModelForCausalLM.from_pretrained(checkpoint).state_dict())
+
+
+MOE_LAYOUTS = {
+    "fsdp2": (2, {}),
+    "tp2": (2, {"dtensor_cfg": {"tensor_parallel_size": 2}}),
+    "ep2 x fsdp2": (4, {"dtensor_cfg": {"tensor_parallel_size": 2, "expert_parallel_size": 2}}),
+}
+
+
+@pytest.mark.parametrize("layout", MOE_LAYOUTS)
+def test_one_step_of_a_mixture_of_experts_does_not_depend_on_the_layout(layout, tmp_path):
+    path = make_model("qwen3_moe", tmp_path, seed=1, dtype="float32", num_hidden_layers=1)
+    world_size, overrides = MOE_LAYOUTS[layout]
+    ((_, expected, weights),) = run_ranks(1, one_step, 1, make_config(path))
+    for _, metrics, sharded in run_ranks(world_size, one_step, world_size, make_config(path, **overrides)):
+        assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+        for name, value in weights.items():
+            torch.testing.assert_close(sharded[name], value, atol=5e-6, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")

@@ -6,7 +6,7 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -164,6 +164,23 @@ def test_expert_parallel_under_fsdp(mesh_shape, placements, fsdp_dim):
         return export(DTensorSource(experts))
 
     assert_same(assemble(run_ranks(4, rank_body)), {n: p.detach() for n, p in Experts().named_parameters()})
+
+
+@pytest.mark.parametrize("tp_placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_fsdp_over_one_spmd_mesh(tp_placement):
+    full = torch.arange(6 * 4.0).view(6, 4)
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        module = nn.Module()
+        module.weight = nn.Parameter(distribute_tensor(full, mesh, [Replicate(), tp_placement]))
+        fully_shard(module, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+        placements = tuple(module.weight.placements)
+        return export(DTensorSource(module)), placements != (Replicate(), tp_placement)
+
+    results = run_ranks(4, rank_body)
+    assert all(sharded for _, sharded in results)
+    assert torch.equal(assemble([part for part, _ in results])["weight"], full)
 
 
 @pytest.mark.parametrize(

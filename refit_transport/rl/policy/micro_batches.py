@@ -46,8 +46,8 @@ def micro_batch_rows(rows: range, rank: int, size: int, micro_batch_size: int) -
 
 
 def take_rows(batch: Batch, rows: range, device: torch.device) -> Batch:
-    """``rows`` of every tensor on ``device``, cut to the longest of these rows. Empty ``rows`` give the first row with
-    its masks cleared: something to run that counts for nothing."""
+    """``rows`` of every tensor on ``device``, cut to the longest of these rows. Empty ``rows`` give the first row:
+    something to run whose result counts for nothing."""
     picked = rows or range(1)
     width = batch["input_ids"].shape[1]
     longest = max(2, int(batch["input_lengths"][picked.start : picked.stop].max())) if width > 1 else width
@@ -56,6 +56,4 @@ def take_rows(batch: Batch, rows: range, device: torch.device) -> Batch:
         piece = tensor[picked.start : picked.stop]
         piece = piece[:, :longest] if piece.ndim > 1 and piece.shape[1] == width else piece
         part[name] = piece.to(device, non_blocking=True)
-    if not rows:
-        part |= {name: torch.zeros_like(part[name]) for name in ("token_mask", "sample_mask") if name in part}
     return part

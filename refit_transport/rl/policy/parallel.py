@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,3 +83,18 @@ def local_shards(model: torch.nn.Module) -> list[torch.Tensor]:
         model.reshard()  # a forward pass without backward leaves the root's parameters gathered
     trained = [p.detach() for p in model.parameters() if p.requires_grad]
     return [p.to_local() if isinstance(p, DTensor) else p for p in trained]
+
+
+@contextmanager
+def fresh_plain_gradients(model: torch.nn.Module) -> Iterator[None]:
+    """A backward pass inside starts without gradients on plain parameters, and earlier ones are added afterwards.
+
+    transformers sums the gradients of some replicated parameters over the tensor-parallel ranks after every backward
+    pass. What earlier micro-batches left there would be summed again each time.
+    """
+    earlier = [(p, p.grad) for p in model.parameters() if p.grad is not None and not isinstance(p, DTensor)]
+    for parameter, _ in earlier:
+        parameter.grad = None
+    yield
+    for parameter, gradient in earlier:
+        parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)

@@ -219,19 +219,20 @@ def _collect(found: list[str], make: Callable[[], Any]) -> Any:
 
 def _show(found: Study, args: argparse.Namespace) -> int:
     from refit_transport.report.plan_json import summary
+    from refit_transport.report.plan_page import write_page
 
-    if args.json:
-        text = json.dumps(summary(found), indent=2)
-        if args.json == "-":
-            print(text)
-        else:
-            Path(args.json).write_text(text + "\n", encoding="utf-8")
-    if args.html:
-        from refit_transport.report.plan_page import write_page
-
-        path = write_page(found, args.html)
-        if args.json != "-":
-            print(f"wrote {path}")
+    try:
+        if args.json and args.json != "-":
+            Path(args.json).write_text(json.dumps(summary(found), indent=2) + "\n", encoding="utf-8")
+        if args.html:
+            write_page(found, args.html)
+    except OSError as error:
+        raise UsageError(f"cannot write {error.filename}: {error.strerror}") from None
+    if args.json == "-":
+        print(json.dumps(summary(found), indent=2))
+        return 0
+    for path in filter(None, (args.json, args.html)):
+        print(f"wrote {path}")
     if not args.json and not args.html:
         from refit_transport.report.plan_table import print_study
 

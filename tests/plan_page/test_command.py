@@ -112,3 +112,24 @@ def test_missing_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None
     error = capsys.readouterr().err
     assert "--train is missing" in error
     assert "--gen is missing" in error
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_a_file_that_cannot_be_written_is_named(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert main([*SIZES, option, str(blocked / "plan")]) == EXIT_USAGE
+    assert f"cannot write {blocked}" in capsys.readouterr().err
+
+
+def test_a_recipe_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", "recipes/nothing.yaml"]) == EXIT_USAGE
+    assert "nothing.yaml" in capsys.readouterr().err
+
+
+def test_an_assumed_cluster_is_among_the_assumptions(capsys: pytest.CaptureFixture[str]) -> None:
+    note = "No --cluster was given: dgx-h100 is assumed."
+    assert note in _json(capsys, SIZES)["assumptions"]
+    assert note not in _json(capsys, [*SIZES, "--cluster", "dgx-h100"])["assumptions"]

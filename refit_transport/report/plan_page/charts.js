@@ -20,6 +20,9 @@ function hover(element, text) {
   element.dataset.tip = text;
 }
 
+// Square root, so that small amounts stay visible beside large ones; the legend shows the same curve.
+const shade = (share) => (0.1 + 0.9 * Math.sqrt(share)).toFixed(3);
+
 const ranksOf = (block) => (block.first === block.last ? `rank ${block.first}` : `ranks ${block.first}-${block.last}`);
 
 function drawHeat(where, heat) {
@@ -37,7 +40,7 @@ function drawHeat(where, heat) {
     const box = svg(root, "rect", {
       class: "heat-cell", x: (left + cell[1] * w).toFixed(2), y: (top + cell[0] * h).toFixed(2),
       width: (w - gap).toFixed(2), height: (h - gap).toFixed(2), fill: colour(heat.links[link]),
-      "fill-opacity": (0.12 + 0.88 * amounts[link] / most[link]).toFixed(3),
+      "fill-opacity": shade(amounts[link] / most[link]),
     });
     const parts = amounts.map((bytes, i) => (bytes ? `${LINK_NAME[heat.links[i]]}: ${size(bytes)}` : "")).filter(Boolean);
     hover(box, `${ranksOf(heat.rows[cell[0]])} to ${ranksOf(heat.columns[cell[1]])}\n${parts.join("\n")}`);
@@ -74,8 +77,8 @@ function heatLegend(root, heat, most, left, y, width) {
     if (!most[i]) return;
     const id = `ramp-${link}`;
     const gradient = svg(root, "linearGradient", { id });
-    for (const [offset, opacity] of [[0, 0.12], [1, 1]]) {
-      svg(gradient, "stop", { offset, "stop-color": colour(link), "stop-opacity": opacity });
+    for (const offset of [0, 0.04, 0.16, 0.36, 0.64, 1]) {
+      svg(gradient, "stop", { offset, "stop-color": colour(link), "stop-opacity": shade(offset) });
     }
     svg(root, "rect", { x, y: y + 6, width: 130, height: 10, fill: `url(#${id})`, class: "heat-ramp" });
     svg(root, "text", { x, y }, LINK_NAME[link]);

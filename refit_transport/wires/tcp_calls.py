@@ -52,7 +52,7 @@ def told_error(text: bytes) -> WireError:
 
 
 def announce(peers: Iterable[tuple[Peer, bool]], rank: int, token: bytes, text: bytes) -> None:
-    """Tell every peer (and whether it is of this domain) that the refit failed. Those that do not answer are left out."""
+    """Tell every peer (and whether it is of this domain) that the refit failed; those that are gone are left out."""
     poller = select.poll()
     calls: dict[int, tuple[socket.socket, bytes]] = {}
     for peer, domain in peers:

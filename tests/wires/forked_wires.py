@@ -34,6 +34,11 @@ class Rank:
         wire.connect(self.rank, self.peers(endpoints), time.monotonic() + seconds)
         return wire
 
+    def barrier(self) -> None:
+        """Wait until the test says that all ranks came this far."""
+        self.pipe.send(("here", None))
+        self.pipe.recv()
+
     def peers(self, endpoints: dict[int, tuple[int, dict]]) -> list[Peer]:
         domain = {rank: number for number, ranks in enumerate(self.domains) for rank in ranks}
         return [
@@ -69,6 +74,14 @@ class Ranks:
         for rank in chosen:
             self.pipes[rank].send(endpoints)
         return endpoints
+
+    def barrier(self, ranks: list[int] | None = None) -> None:
+        """Wait for the ranks at their barrier, then let them go on."""
+        chosen = ranks if ranks is not None else list(self.pipes)
+        for rank in chosen:
+            self.expect(rank, "here")
+        for rank in chosen:
+            self.pipes[rank].send(None)
 
     def expect(self, rank: int, kind: str, seconds: float = 30.0) -> object:
         """The next report of a rank, which must be of this kind."""

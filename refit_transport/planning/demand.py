@@ -63,6 +63,8 @@ class Demand:
     """Elements by receiver set."""
     several: tuple[int, ...]
     """Receiver sets of more than one rank."""
+    siblings: np.ndarray
+    """int64 [receiver sets, longest]: the ranks of each set, filled up with -1."""
 
     @property
     def copies(self) -> np.ndarray:
@@ -102,7 +104,18 @@ def demand_of(
     all_far = table[kind.reshape(-1)]
     sending, receiving = _totals(atoms, all_far, len(receivers))
     several = tuple(number for number, ranks in enumerate(receivers) if len(ranks) > 1)
-    return Demand(atoms, tuple(holders), tuple(local), tuple(near), all_far, receivers, sending, receiving, several)
+    return Demand(
+        atoms,
+        tuple(holders),
+        tuple(local),
+        tuple(near),
+        all_far,
+        receivers,
+        sending,
+        receiving,
+        several,
+        _padded(receivers),
+    )
 
 
 def _totals(atoms: Atoms, far: np.ndarray, receivers: int) -> tuple[dict[int, dict[int, int]], tuple[int, ...]]:
@@ -128,3 +141,10 @@ def _table(far: list[dict[object, tuple[int, ...]]]) -> tuple[np.ndarray, tuple[
         for target, ranks in wanted.items():
             table[kind, targets[target]] = sets.setdefault(ranks, len(sets))
     return table, tuple(sets)
+
+
+def _padded(sets: tuple[tuple[int, ...], ...]) -> np.ndarray:
+    table = np.full((len(sets), max(map(len, sets), default=0)), -1, np.int64)
+    for number, ranks in enumerate(sets):
+        table[number, : len(ranks)] = ranks
+    return table

@@ -5,7 +5,6 @@ The result is a template in slot codes, shared by all groups whose demand and sh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -65,6 +64,14 @@ class Chains:
             for needed, sent in of_set.items():
                 chains[(demand.atoms.holders == number) & (copies == needed)] = sent
         return chains
+
+    def places(self, demand: Demand) -> tuple[np.ndarray, np.ndarray]:
+        """(chain, depth), both int64 [atoms, targets], -1 where a target does not need the atom. With c chains, the
+        target at place p among those that need an atom is in chain p modulo c, fed by the one at place p - c."""
+        needed = demand.far >= 0
+        count = self.of_atoms(demand)[:, None]
+        place = (np.cumsum(needed, axis=1) - 1 + self.turn) % np.maximum(demand.copies[:, None], 1)
+        return np.where(needed, place % count, -1), np.where(needed, place // count, -1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,13 +146,16 @@ def route_demand(demand: Demand, shares: Shares, chains: Chains, itemsize: int, 
     sources, sent = copy_segments(demand, axis, shares.senders, chains.own, stripe_bytes)
     targets = target_segments(demand, axis, shares, stripe_bytes)
     common = unite(targets) if targets else axis.first[:-1]
+    chain, depth = chains.places(demand)
     alike: dict[bytes, list[int]] = {}
     for copy, segments in enumerate(sources):
         alike.setdefault(segments.start.tobytes(), []).append(copy)
     for copies in alike.values():
         relay = Relay(rows, demand, axis, np.union1d(common, sources[copies[0]].start))
         senders = np.stack([owners_at(sources[copy], relay.start) for copy in copies], axis=1)
-        relay.route(targets, chains, copies, senders)
+        column = np.full(len(sources) + 1, -1, np.int64)  # the last one is for chain -1
+        column[copies] = np.arange(len(copies))
+        relay.route(targets, column[chain], depth, senders)
     return rows.template(sent, dealt_to(targets))
 
 
@@ -209,70 +219,48 @@ class Relay:
     and from each receiver to its siblings."""
 
     def __init__(self, rows: Rows, demand: Demand, axis: RowAxis, start: np.ndarray) -> None:
-        self.rows, self.start = rows, start
+        self.rows, self.demand, self.start = rows, demand, start
         self.atom, self.low, self.high = stripe_boxes(demand.atoms, axis, start)
-        self.demand, self.far = demand, demand.far[self.atom]
-        self.siblings = _padded(demand.receivers)
 
     def route(
         self,
         targets: list[Segments],
-        chains: Chains,
-        copies: Sequence[int] | None,
+        chain: np.ndarray,
+        depth: np.ndarray,
         senders: np.ndarray,
         first_hop: np.ndarray | None = None,
         first_parent: np.ndarray | None = None,
     ) -> None:
-        """Serves the targets that get one of ``copies`` (None: all), of which ``senders`` [stripes, copies] send the
-        first; the sender forwards the transfer ``first_parent`` if that is not -1. With c chains, the target at place p
-        among those that need a stripe is fed by the one at p - c, and gets copy p modulo c."""
-        needed = self.far >= 0
-        of = np.maximum(needed.sum(axis=1, keepdims=True), 1)
-        place = np.where(needed, (np.cumsum(needed, axis=1) - 1 + chains.turn) % of, -1)
-        count = chains.of_atoms(self.demand)[self.atom]
-        column = np.zeros(count.max(initial=0) + 1, np.int64)
-        if copies is not None:
-            column[:] = -1
-            column[list(copies)] = np.arange(len(copies))
-        column = column[place % count[:, None]]
-        depths = np.where(needed & (column >= 0), place // count[:, None], -1)
-        receiver = np.array([owners_at(segments, self.start) for segments in targets]).reshape(self.far.shape[::-1]).T
-        arrived = np.full(self.far.shape, -1, np.int64)  # row of the transfer into each target
-        for depth in range(depths.max(initial=-1) + 1):
-            stripe, target = np.nonzero(depths == depth)
-            if depth:
-                before = (place[stripe] == (place[stripe, target] - count[stripe])[:, None]).argmax(axis=1)
+        """Serves the targets whose ``chain`` [atoms, targets] is not -1, at their ``depth`` in it. Each chain begins at
+        ``senders`` [stripes, chains], who forward the transfer ``first_parent`` [stripes] if that is not -1."""
+        column = np.flatnonzero((chain >= 0).any(axis=0))
+        chain = chain[:, column][self.atom]
+        depth = np.where(chain >= 0, depth[:, column][self.atom], -1)
+        receiver = np.array([owners_at(targets[target], self.start) for target in column.tolist()], np.int64)
+        receiver = receiver.reshape(len(column), len(self.start)).T
+        hop_of = depth if first_hop is None else depth + first_hop[:, None]
+        arrived = np.full(depth.shape, -1, np.int64)  # row of the transfer into each target
+        for level in range(depth.max(initial=-1) + 1):
+            stripe, target = np.nonzero(depth == level)
+            of = chain[stripe, target]
+            if level:
+                before = ((depth[stripe] == level - 1) & (chain[stripe] == of[:, None])).argmax(axis=1)
                 parent, source = arrived[stripe, before], receiver[stripe, before]
             else:
                 parent = first_parent[stripe] if first_parent is not None else -1
-                source = senders[stripe, column[stripe, target]]
-            hop = depth + (first_hop[stripe] if first_hop is not None else 0)
+                source = senders[stripe, of]
             box = self.low[stripe], self.high[stripe]
-            arrived[stripe, target] = self.rows.add(source, receiver[stripe, target], box, hop, parent)
-        self._fan_out(*np.nonzero(depths >= 0), depths, receiver, arrived, first_hop)
+            into = self.rows.add(source, receiver[stripe, target], box, hop_of[stripe, target], parent)
+            arrived[stripe, target] = into
+        stripe, target = np.nonzero(depth >= 0)
+        need = self.demand.far[self.atom[stripe], column[target]]
+        self._fan_out(stripe, need, *(table[stripe, target] for table in (receiver, arrived, hop_of)))
 
     def _fan_out(
-        self,
-        stripe: np.ndarray,
-        target: np.ndarray,
-        depth: np.ndarray,
-        receiver: np.ndarray,
-        arrived: np.ndarray,
-        first_hop: np.ndarray | None,
+        self, stripe: np.ndarray, need: np.ndarray, receiver: np.ndarray, arrived: np.ndarray, hop: np.ndarray
     ) -> None:
-        """What arrived in a target goes on to all other ranks that need it there."""
-        at = receiver[stripe, target]
-        siblings = self.siblings[self.far[stripe, target]]
-        which, column = np.nonzero((siblings >= 0) & (siblings != at[:, None]))
-        stripe, target = stripe[which], target[which]
-        hop = depth[stripe, target] + 1 + (first_hop[stripe] if first_hop is not None else 0)
-        box = self.low[stripe], self.high[stripe]
-        self.rows.add(at[which], siblings[which, column], box, hop, arrived[stripe, target])
-
-
-def _padded(sets: tuple[tuple[int, ...], ...]) -> np.ndarray:
-    """int64 [sets, longest], filled up with -1."""
-    table = np.full((len(sets), max(map(len, sets), default=0)), -1, np.int64)
-    for number, ranks in enumerate(sets):
-        table[number, : len(ranks)] = ranks
-    return table
+        """What arrived at a receiver goes on to all other ranks of its set ``need``."""
+        siblings = self.demand.siblings[need]
+        which, column = np.nonzero((siblings >= 0) & (siblings != receiver[:, None]))
+        box = self.low[stripe[which]], self.high[stripe[which]]
+        self.rows.add(receiver[which], siblings[which, column], box, hop[which] + 1, arrived[which])

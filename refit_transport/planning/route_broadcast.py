@@ -34,5 +34,7 @@ def route_through_root(
     hop, parent = np.zeros(len(start), np.int64), np.full(len(start), -1, np.int64)
     hop[foreign] = 1
     parent[foreign] = rows.add(holder[foreign], root.rank, box, 0, wanted=wanted[foreign])
-    relay.route(targets, chains, None, np.full((len(start), 1), root.rank, np.int64), hop, parent)
+    chain, depth = chains.places(demand)
+    senders = np.full((len(start), chain.max(initial=0) + 1), root.rank, np.int64)
+    relay.route(targets, chain, depth, senders, hop, parent)
     return rows.template(source.dealt, dealt_to(targets))

@@ -28,6 +28,11 @@ def engine(checkpoints):
     return SimpleNamespace(llm=engines["a"], fresh=fresh, fingerprint=fingerprint_of(engines["b"]), others=engines)
 
 
+def compute(llm: Any) -> None:
+    """One step of requests. Through ``generate`` it would leave them in the scheduler of this process."""
+    worker_of(llm).execute_model(SimpleNamespace(total_num_scheduled_tokens=1))
+
+
 def test_plugin_registers_both_names_on_both_sides_and_may_run_again():
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
@@ -48,7 +53,7 @@ def test_refit_over_a_session_equals_a_fresh_engine(engine, checkpoints):
     server, client, trainer = joined(engine.llm, checkpoints["b"])
     try:
         with pytest.raises(RuntimeError, match=r"STALE and must not generate.*no weights yet"):
-            outputs_of(engine.llm)
+            compute(engine.llm)
         report = trainer.send_weights()
         assert fingerprint_of(engine.llm) == engine.fingerprint
         assert outputs_of(engine.llm) == engine.fresh["b"]
@@ -80,7 +85,7 @@ def test_a_torn_engine_refuses_to_generate_until_a_refit_heals_it(engine, checkp
     status = status_of(engine.llm)[0]
     assert (status["state"], "on fire" in status["error"]) == ("stale", True)
     with pytest.raises(RuntimeError, match=r"from version -1 to version 0 failed.*on fire"):
-        outputs_of(engine.llm)
+        compute(engine.llm)
     server, _, trainer = joined(engine.llm, checkpoints["a"])
     trainer.send_weights()
     assert outputs_of(engine.llm) == engine.fresh["a"]

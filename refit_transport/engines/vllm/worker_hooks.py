@@ -21,7 +21,10 @@ def constructing_worker() -> Any | None:
 
 def guard_execution(worker: Any, refusal: Callable[[], str | None]) -> None:
     """Make ``worker`` raise RuntimeError instead of computing requests while ``refusal`` returns a text. Warm-up and
-    the idle steps of data parallelism are not requests."""
+    the idle steps of data parallelism are not requests.
+
+    The last line of defence: vLLM ends an engine whose step raises. Whoever drives the engine asks ``refit_status``
+    before it generates."""
     execute = worker.execute_model
 
     @wraps(execute)

@@ -37,7 +37,7 @@ def save(
     dist.barrier()
     if dist.get_rank() == 0:
         (partial / EXTRA_FILE).write_text(json.dumps(extra))
-        _replace(partial, final)
+        replace_directory(partial, final)
     dist.barrier()
 
 
@@ -79,8 +79,9 @@ def _local_file(rank: int) -> str:
     return f"rank{rank}.pt"
 
 
-def _replace(partial: Path, final: Path) -> None:
-    """Directories cannot be exchanged in one step, so an older checkpoint steps aside first."""
+def replace_directory(partial: Path, final: Path) -> None:
+    """Puts ``partial`` in the place of ``final``. Directories cannot be exchanged in one step, so an older one steps
+    aside first."""
     old = Path(f"{final}.old")
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():

@@ -59,19 +59,33 @@ def _build(
 ) -> tuple[nn.Module, list[CheckpointTensor]]:
     """The model without memory, and the tensors to read into it once it is sharded; or, where the files do not hold
     just those tensors (a legacy format), the loaded model and nothing to read."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     path = config["model_name"]
-    overrides = config.get("hf_config_overrides") or {}
-    settings = AutoConfig.from_pretrained(path, local_files_only=True, **overrides)
+    settings = _model_settings(config)
+    auto_class = _auto_class(settings)
     with parameters_without_memory():
-        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+        model = auto_class.from_config(settings, dtype=torch.float32)
     written, _ = distinct_tensors(model, model.state_dict(keep_vars=True))
     if files.has_all(written):
         return model, written
     logger.info("%s: names differ from those of %s; every rank reads the whole checkpoint", path, type(model).__name__)
-    model = AutoModelForCausalLM.from_pretrained(path, config=settings, dtype=torch.float32, local_files_only=True)
+    model = auto_class.from_pretrained(path, config=settings, dtype=torch.float32, local_files_only=True)
     return model.to(device), []
+
+
+def _model_settings(config: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    overrides = config.get("hf_config_overrides") or {}
+    return AutoConfig.from_pretrained(config["model_name"], local_files_only=True, **overrides)
+
+
+def _auto_class(settings: Any) -> Any:
+    """Causal language models; a vision-language model is loaded whole, and trained on text."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    text_only = settings.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return AutoModelForCausalLM if text_only else AutoModelForImageTextToText
 
 
 def _configure(model: nn.Module, config: Mapping[str, Any]) -> None:
@@ -81,7 +95,6 @@ def _configure(model: nn.Module, config: Mapping[str, Any]) -> None:
 
 
 def _load_tensor_parallel(config: Mapping[str, Any], sizes: ParallelSizes) -> nn.Module:
-    from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     precision = config.get("precision") or "float32"
@@ -97,10 +110,11 @@ def _load_tensor_parallel(config: Mapping[str, Any], sizes: ParallelSizes) -> nn
         fsdp_cpu_offload=bool((config.get("dtensor_cfg") or {}).get("cpu_offload")),
         fsdp_mixed_precision=precision == "bfloat16",
     )
-    return AutoModelForCausalLM.from_pretrained(
+    settings = _model_settings(config)
+    return _auto_class(settings).from_pretrained(
         config["model_name"],
+        config=settings,
         distributed_config=distributed,
         dtype=torch.float32,
         local_files_only=True,
-        **(config.get("hf_config_overrides") or {}),
     )

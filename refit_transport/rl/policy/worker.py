@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from refit_transport.layout.layout import LogicalParameter
 from refit_transport.rl.batch import Batch, batch_sums, select_rows
 from refit_transport.rl.metrics import average_updates, combine_parts
-from refit_transport.rl.policy import checkpoint
+from refit_transport.rl.policy import checkpoint, export
 from refit_transport.rl.policy.loading import load_sharded
 from refit_transport.rl.policy.logprobs import token_logprobs
 from refit_transport.rl.policy.lora import add_adapters
@@ -181,6 +183,24 @@ class PolicyWorker(ModelWorker):
         if self._source is None:
             self._source = DTensorSource(self.model)
         return self._source
+
+    def save_pretrained(self, path: str | os.PathLike, dtype: str | None = None) -> None:
+        """Writes the current weights (adapters merged) as a Hugging Face checkpoint, with the configuration and the
+        tokenizer of ``model_name``. ``dtype`` such as ``"bfloat16"`` is for all but the tensors that the model keeps
+        in float32; None keeps what is in memory. Every rank calls it."""
+        source = self.source()
+        source.refresh()
+        kept = re.compile("|".join(map(re.escape, _kept_in_float32(self.model))) or r"(?!)")
+
+        def dtype_of(parameter: LogicalParameter) -> str:
+            return parameter.dtype if dtype is None or kept.search(parameter.name) else dtype
+
+        export.save_pretrained(source, self.config["model_name"], path, dtype_of, self._control)
+
+
+def _kept_in_float32(model: torch.nn.Module) -> set[str]:
+    names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    return {pattern for name in names for pattern in getattr(model, name, None) or ()}
 
 
 def _device(rank: int) -> torch.device:

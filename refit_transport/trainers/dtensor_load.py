@@ -71,14 +71,17 @@ class CheckpointFiles:
 
     def has_all(self, written: Sequence[CheckpointTensor]) -> bool:
         """Whether every tensor is there under its name and with its shape."""
-        return all(t.name in self._file_of and self._shape(t.name) == t.shape for t in written)
+        return all(self.shape(t.name) == t.shape for t in written)
 
     def read(self, name: str, region: Region) -> torch.Tensor:
         """The elements of ``region``, read from disk."""
         file = self._opened(self._file_of[name])
         return file.get_slice(name)[region.slices()] if region.start else file.get_tensor(name)
 
-    def _shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Shape of a tensor; None when the files have none of that name."""
+        if name not in self._file_of:
+            return None
         return tuple(self._opened(self._file_of[name]).get_slice(name).get_shape())
 
     def _opened(self, file: str) -> Any:

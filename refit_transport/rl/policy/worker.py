@@ -22,6 +22,7 @@ from refit_transport.rl.policy.lora import add_adapters
 from refit_transport.rl.policy.micro_batches import Loss, micro_batch_rows, rank_rows, step_rows, take_rows
 from refit_transport.rl.policy.optimizer import build_optimizer, build_scheduler, clip_gradients
 from refit_transport.rl.policy.parallel import ParallelSizes, fresh_plain_gradients, local_shards
+from refit_transport.rl.policy.world import join_world, rank_device
 from refit_transport.trainers.dtensor import DTensorSource
 
 
@@ -43,11 +44,11 @@ class ModelWorker:
         timeout_s: float = 600.0,
     ) -> None:
         self.config = config
-        self.device = _device(rank)
+        self.device = rank_device(rank)
         self.sizes = ParallelSizes.of(config.get("dtensor_cfg") or {}, world_size)
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
-            _join(rank, world_size, master_addr, master_port, self.device, timeout_s)
+            join_world(rank, world_size, master_addr, master_port, self.device, timeout_s)
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.rank = rank
         self.dp_rank, self.tp_rank = divmod(rank, self.sizes.tp)
@@ -201,21 +202,3 @@ class PolicyWorker(ModelWorker):
 def _kept_in_float32(model: torch.nn.Module) -> set[str]:
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     return {pattern for name in names for pattern in getattr(model, name, None) or ()}
-
-
-def _device(rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def _join(rank: int, world_size: int, addr: str, port: int, device: torch.device, timeout_s: float) -> None:
-    dist.init_process_group(
-        backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-        init_method=f"tcp://{addr}:{port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )

@@ -344,3 +344,22 @@ def test_one_step_of_a_mixture_of_experts_does_not_depend_on_the_layout(layout, 
         assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
         for name, value in weights.items():
             torch.testing.assert_close(sharded[name], value, atol=5e-6, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_source_made_before_the_first_step_stays_true_on_uneven_shards(tmp_path):
+    path = make_model("qwen3", tmp_path, seed=1, dtype="float32", intermediate_size=50, num_hidden_layers=1)
+
+    def rank_body(rank):
+        worker = make_worker(rank, 3, make_config(path))
+        source = worker.source()
+        views = {(n, r): source.view(n, r) for n, regions in source.holdings().items() for r in regions}
+        worker.logprobs(make_batch())
+        worker.train(make_batch(), LOSS)
+        worker.logprobs(make_batch())
+        if source.refresh():
+            views = {(n, r): source.view(n, r) for n, r in views}
+        weights = full_weights(worker)
+        assert {region.shape[0] for (name, region) in views if "gate_proj" in name} <= {17, 16}
+        return all(torch.equal(view, weights[name][region.slices()]) for (name, region), view in views.items())
+
+    assert run_ranks(3, rank_body) == [True] * 3

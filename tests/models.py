@@ -9,7 +9,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 VOCABULARY = 290
-"""Rows of the embedding: 256 bytes, ``<pad>``, ``<eos>`` and unused rows. Not a multiple of 64, so it is padded."""
+"""Rows of the embedding: 256 bytes, ``<pad>``, ``<eos>`` and unused rows. No multiple of 64, so engines pad it."""
 
 _DENSE = dict(
     vocab_size=VOCABULARY,
@@ -26,6 +26,7 @@ _DENSE = dict(
     initializer_range=0.15,
     tie_word_embeddings=False,
 )
+_QWEN2 = {key: value for key, value in _DENSE.items() if key != "head_dim"}
 _QWEN_MOE = dict(_DENSE, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True)
 _DEEPSEEK = dict(
     _DENSE,
@@ -84,6 +85,7 @@ _QWEN_VL_TEXT = dict(
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _DENSE),
     "qwen3_tied": ("Qwen3Config", "Qwen3ForCausalLM", dict(_DENSE, tie_word_embeddings=True)),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", _QWEN2),
     "llama": ("LlamaConfig", "LlamaForCausalLM", _DENSE),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", _QWEN_MOE),
     "mixtral": (

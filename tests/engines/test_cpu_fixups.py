@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import make_model, read_checkpoint
 from vllm_engines import LocalRefit, outputs_of, start_engine, worker_of
 
 from refit_transport.engines.vllm.sink import VllmSink
+from tests.models import make_model, read_checkpoint
 
 pytestmark = pytest.mark.engine
 

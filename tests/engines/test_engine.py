@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import make_model
 from vllm_engines import fingerprint_of, outputs_of, start_engine, worker_of
 from vllm_sessions import joined, status_of
+
+from tests.models import make_model
 
 pytestmark = pytest.mark.engine
 

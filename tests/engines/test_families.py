@@ -9,8 +9,17 @@ from vllm_engines import LocalRefit, fingerprint_of, outputs_of
 pytestmark = pytest.mark.engine
 
 FAMILIES = (
-    "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "qwen3", "qwen3_tied", "llama", "nemotron_h",
-)  # fmt: skip
+    "qwen3_moe",
+    "qwen3_moe_uneven",
+    "mixtral",
+    "deepseek_v3",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3",
+    "qwen3_tied",
+    "llama",
+    "nemotron_h",
+)
 """Those with experts first: vLLM makes its expert-parallel group only when the first engine of the process has some."""
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj", ".w1.", ".w2.", ".w3.", "gate_up_proj")
 
@@ -44,6 +53,24 @@ def test_refit_equals_a_fresh_engine_of_the_same_weights(family, direct):
         refit.bring(family.checkpoints[which])
         assert outputs_of(family.llm) == family.fresh[which]
         assert fingerprint_of(family.llm) == family.fingerprints[which]
+
+
+def test_trainers_in_float32_leave_the_same_engine(family):
+    masters = {name: tensor.float() for name, tensor in family.checkpoints["b"].items()}
+    refit = LocalRefit(family.sink(), masters)
+    refit.bring(masters)
+    assert fingerprint_of(family.llm) == family.fingerprints["b"]
+    refit.bring({name: tensor.float() for name, tensor in family.checkpoints["a"].items()})
+    assert fingerprint_of(family.llm) == family.fingerprints["a"]
+
+
+def test_dtypes_are_those_in_the_engines_memory(family):
+    refit = LocalRefit(family.sink(), family.checkpoints["a"])
+    held = {str(t.dtype).removeprefix("torch.") for t in family.model.state_dict().values()}
+    assert set(refit.description.dtypes) == set(refit.description.direct) | refit.description.whole
+    assert set(refit.description.dtypes.values()) <= held
+    router_biases = [n for n in refit.description.dtypes if n.endswith("e_score_correction_bias")]
+    assert {refit.description.dtypes[n] for n in router_biases} <= {"float32"}
 
 
 def test_tenth_refit_equals_the_first(family):

@@ -6,8 +6,7 @@ import os
 from typing import Any
 
 import pytest
-from models import make_model
-from vllm_engines import outputs_of, start_engine
+from vllm_engines import make_pair, outputs_of, start_engine
 from vllm_sessions import joined, status_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -16,7 +15,7 @@ LAYOUTS = {
     "dense TP2": ("qwen3", {"tensor_parallel_size": 2}),
     "tied dense PP2": ("qwen3_tied", {"pipeline_parallel_size": 2}),
     "experts TP2": ("qwen3_moe", {"tensor_parallel_size": 2}),
-    "experts EP2": ("qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    "uneven experts EP2": ("qwen3_moe_uneven", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
 }
 
 
@@ -24,7 +23,7 @@ LAYOUTS = {
 def engine(request, tmp_path):
     """Paths of A and B, and an engine of B with two workers."""
     family, options = request.param
-    paths = {which: make_model(family, tmp_path / which, seed) for seed, which in enumerate("ab")}
+    paths = make_pair(family, tmp_path)
     llm = start_engine(paths["b"], **options)
     yield llm, paths
     llm.llm_engine.engine_core.shutdown()

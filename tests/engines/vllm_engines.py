@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import make_model, read_checkpoint
 
 from refit_transport.layout.layout import LogicalParameter
+from tests.models import make_model, read_checkpoint
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
@@ -24,6 +24,11 @@ OPTIONS: dict[str, Any] = dict(
     weight_transfer_config={"backend": "nccl_reshard"},
     worker_extension_cls=EXTENSION,
 )
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe_uneven": ("qwen3_moe", dict(moe_intermediate_size=40, num_experts=7)),
+}
+"""Families with sizes that kernels pad and ranks do not divide."""
+
 PROMPTS = ["hello world 12+13=", "the quick brown fox", "abc" * 20]
 
 
@@ -105,13 +110,19 @@ def halves(region: Any) -> list[Any]:
     ]
 
 
+def make_pair(name: str, folder: Path) -> dict[str, Path]:
+    """Checkpoints A and B of a family or variant."""
+    family, sizes = VARIANTS.get(name, (name, {}))
+    return {which: make_model(family, folder / f"{name}-{which}", seed, **sizes) for seed, which in enumerate("ab")}
+
+
 class Family:
     """Two random models of one family, A and B: their checkpoints, a live engine of A, and what fresh engines of both
     put out. vLLM's process groups are global and end with the first engine that is dropped, so all are kept."""
 
     def __init__(self, name: str, folder: Path, **options: Any) -> None:
         self.name = name
-        self.paths = {which: make_model(name, folder / f"{name}-{which}", seed) for seed, which in enumerate("ab")}
+        self.paths = make_pair(name, folder)
         self.checkpoints = {which: read_checkpoint(path) for which, path in self.paths.items()}
         self.engines = {which: start_engine(path, **options) for which, path in self.paths.items()}
         self.llm = self.engines["a"]

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from models import read_checkpoint
-
 from refit_transport.layout.region import Region
 from refit_transport.session.control_server import ControlServer
 from refit_transport.trainers.tensors import TensorSource
+from tests.models import read_checkpoint
 
 
 @dataclass

@@ -153,7 +153,7 @@ class TcpWire:
 
     def _release(self) -> None:
         for connection in self.connections.values():
-            connection.sock.close()
+            connection.close()
         self.connections = {}
         if self.lobby is not None:
             self.lobby.close()

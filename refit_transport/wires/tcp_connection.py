@@ -10,12 +10,16 @@ import termios
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from .base import Peer
 from .tcp_frames import HEADER_BYTES
+
+if TYPE_CHECKING:
+    from .tcp_replay import Recv, Send
 
 MAX_VECTORS = 64
 """Runs of memory per sendmsg; more would copy long lists for every megabyte."""
@@ -46,10 +50,10 @@ def views_of(segments: Sequence[torch.Tensor]) -> list[memoryview]:
 class Memory:
     """Runs of memory that are sent or received one after the other, and how far that has come."""
 
-    __slots__ = ("at", "index", "left", "mark", "nbytes", "views")
+    __slots__ = ("at", "index", "left", "nbytes", "views")
 
-    def __init__(self, views: list[memoryview], mark: object = None) -> None:
-        self.views, self.mark = views, mark
+    def __init__(self, views: list[memoryview]) -> None:
+        self.views = views
         self.nbytes = sum(len(view) for view in views)
         self.rewind()
 
@@ -110,10 +114,14 @@ class Connection:
         """Whether this rank reads the peer's staging in place, and the peer this rank's."""
         self.interest = 0
         """What the poller watches for."""
-        self.outbox: deque[Memory] = deque()
+        self.outbox: deque[tuple[Memory, Send | None]] = deque()
+        """What waits to be sent, and the message that it is (None for other frames)."""
         self.header_bytes = bytearray(HEADER_BYTES)
         self.header = Memory([memoryview(self.header_bytes)])
         self.body: Memory | None = None
+        """What follows the last header."""
+        self.receiving: Recv | None = None
+        """The message that ``body`` is; None when it is a SHARE."""
         self.paused = False
         """A complete header waits whose frame cannot be taken yet; nothing more is read."""
         self.closed = False
@@ -125,7 +133,13 @@ class Connection:
         self.shared: SharedStaging | None = None
 
     def post(self, data: bytes) -> None:
-        self.outbox.append(Memory([memoryview(data)]))
+        self.outbox.append((Memory([memoryview(data)]), None))
+
+    def close(self) -> None:
+        """Close the socket and let go of everything that holds memory."""
+        self.sock.close()
+        self.outbox.clear()
+        self.body = self.receiving = self.published = self.shared = None
 
     def unread(self) -> int:
         """Bytes that wait in the kernel."""

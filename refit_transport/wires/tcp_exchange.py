@@ -4,7 +4,7 @@ A bucket is *open* from packing until it is finished: all messages stored, hande
 reads this rank's staging in place, released. At most ``SLOTS`` successive buckets are open. A message of a bucket that
 is not open yet waits in the kernel's buffers, which is all the flow control there is. It cannot lock up: a rank sends
 nothing of bucket k before it has sent everything of bucket k - SLOTS, so no message waits behind one of a bucket that
-cannot open without it.
+cannot open without it. ``run`` returns once all that this rank sent has been stored by its peers.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ POLL_S = 0.1
 """Longest wait without a look at deadlines and at ``failed``."""
 READ_TURNS = 8
 """Receive calls for one connection before the others have their turn."""
+STORED = frame(Kind.STORED)
 GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
 
@@ -43,7 +44,11 @@ class Exchange:
         self.wire, self.replay, self.version = wire, replay, version
         self.binding = replay.binding
         self.poller = wire.poller
-        self.by_fd = {c.sock.fileno(): c for c in wire.connections.values()}
+        self.connections = [
+            c for rank, c in wire.connections.items() if replay.recv_count[rank] or replay.receipts[rank]
+        ]
+        """Those of the peers that the program talks to."""
+        self.by_fd = {c.sock.fileno(): c for c in self.connections}
         self.stats = WireStats(seconds=dict.fromkeys(("pack", "network", "domain", "unpack", "load", "wait"), 0.0))
         self.count = len(replay.sends)
         self.first = self.opened = 0
@@ -55,8 +60,8 @@ class Exchange:
         self.needs_left = [[len(send.message.needs) for send in bucket] for bucket in replay.sends]
         self.awaited = replay.recv_count.copy()
         """Messages that are not stored yet, by peer."""
-        self.unreleased = replay.in_place_count.copy()
-        """Messages that the peer has not read from this rank's staging yet, by peer."""
+        self.receipts = replay.receipts.copy()
+        """Confirmations that are still to come, by peer."""
         self.early: dict[int, list[Recv]] = {}
         """Messages that can be read in place, of buckets that are not open yet."""
         self.turns: deque[Connection] = deque()
@@ -71,23 +76,19 @@ class Exchange:
 
     def _run(self) -> WireStats:
         self.replay.rewind()
-        for connection in self.wire.connections.values():
+        for connection in self.connections:
             self._begin(connection)
         next_check = 0.0
         while True:
             self._send_turn()
             self._advance()
-            if self.first == self.count and self._settled():
+            if self.first == self.count and not any(map(self._needs, self.connections)):
                 return self.stats
             self._poll(0.0 if self.turns else POLL_S)
             now = time.monotonic()
             if now >= next_check:
                 next_check = now + POLL_S
                 self.guard.tick(self._waits_for, self._where)
-
-    def _settled(self) -> bool:
-        """Nothing is left to send, and every peer's BEGIN was read: one left behind would open the next refit."""
-        return all(c.closed or (c.begun and not c.outbox) for c in self.wire.connections.values())
 
     # -- beginning, opening and finishing ----------------------------------------------------------------------------
 
@@ -132,7 +133,7 @@ class Exchange:
                 self._enqueue(send)
         for recv in self.early.pop(number, ()):
             self._read_in_place(recv)
-        for connection in self.wire.connections.values():
+        for connection in self.connections:
             if connection.paused:
                 self._resume(connection)
 
@@ -146,11 +147,10 @@ class Exchange:
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def _enqueue(self, send: Send) -> None:
-        send.outgoing.mark = send
         connection = send.connection
         if not connection.outbox and not connection.interest & select.EPOLLOUT:
             self.turns.append(connection)
-        connection.outbox.append(send.outgoing)
+        connection.outbox.append((send.outgoing, send))
 
     def _post(self, connection: Connection, data: bytes) -> None:
         if not connection.outbox and not connection.interest & select.EPOLLOUT:
@@ -161,9 +161,9 @@ class Exchange:
         """Give every connection that has room one chunk."""
         for _ in range(len(self.turns)):
             connection = self.turns.popleft()
-            item = connection.outbox[0]
-            if isinstance(item.mark, Send) and not item.mark.packed:
-                self._pack(item.mark)
+            item, send = connection.outbox[0]
+            if send is not None and not send.packed:
+                self._pack(send)
             started = time.perf_counter()
             try:
                 item.send(connection.sock, self.wire.chunk_bytes)
@@ -177,7 +177,8 @@ class Exchange:
             self.guard.moved()
             if not item.left:
                 connection.outbox.popleft()
-                self._sent(item)
+                if send is not None:
+                    self._sent(send)
             if connection.outbox:
                 self.turns.append(connection)
 
@@ -191,13 +192,11 @@ class Exchange:
                 each.packed = True
         self.stats.seconds["pack"] += time.perf_counter() - started
 
-    def _sent(self, item: Memory) -> None:
-        send = item.mark
-        if isinstance(send, Send):
-            self.stats.messages += 1
-            self.stats.sent[send.connection.link] += send.message.nbytes
-            if not send.in_place:
-                self.send_left[send.bucket] -= 1
+    def _sent(self, send: Send) -> None:
+        self.stats.messages += 1
+        self.stats.sent[send.connection.link] += send.message.nbytes
+        if not send.in_place:
+            self.send_left[send.bucket] -= 1
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
@@ -252,28 +251,29 @@ class Exchange:
                 return
             self._check_begin(connection, value, digest)
         elif kind == Kind.SHARE:
-            connection.body = Memory([memoryview(bytearray(value))], digest)
+            connection.body = Memory([memoryview(bytearray(value))])
         elif kind == Kind.DATA:
             recv = self._expected(connection, bucket, hop)
             if bucket >= self.opened:
                 self._pause(connection)
                 return
-            recv.incoming.mark = recv
-            connection.body = recv.incoming
+            connection.body, connection.receiving = recv.incoming, recv
         elif kind == Kind.READY:
             self._ready(self._expected(connection, bucket, hop))
         elif kind == Kind.RELEASE:
             self.send_left[bucket] -= 1
-            self.unreleased[connection.peer.rank] -= 1
+            self.receipts[connection.peer.rank] -= 1
+        elif kind == Kind.STORED:
+            self.receipts[connection.peer.rank] -= 1
         connection.header.rewind()
 
     def _complete(self, connection: Connection, body: Memory) -> None:
-        connection.body = None
-        if isinstance(body.mark, Recv):
-            self._store(body.mark)
+        recv, connection.body, connection.receiving = connection.receiving, None, None
+        if recv is not None:
+            self._store(recv)
             return
         address, table = unpack_share(body.views[0])
-        connection.shared = SharedStaging(open_block(address), table, body.mark)
+        connection.shared = SharedStaging(open_block(address), table, self.replay.digest)
         self.replay.attach(connection)
 
     def _expected(self, connection: Connection, bucket: int, hop: int) -> Recv:
@@ -313,7 +313,10 @@ class Exchange:
             if not needs[index]:
                 self._enqueue(self.replay.sends[number][index])
         self.recv_left[number] -= 1
-        self.awaited[recv.connection.peer.rank] -= 1
+        peer = recv.connection.peer.rank
+        self.awaited[peer] -= 1
+        if not self.awaited[peer] and not recv.message.in_place:
+            self._post(recv.connection, STORED)
 
     # -- flow control ------------------------------------------------------------------------------------------------
 
@@ -350,7 +353,7 @@ class Exchange:
     def _gone(self, connection: Connection) -> None:
         """The peer has closed: fatal at once when what this rank still needs is not in its buffers."""
         missing = self.replay.bytes_missing(connection)
-        if connection.outbox or self.unreleased[connection.peer.rank] or missing > connection.unread():
+        if connection.outbox or self.receipts[connection.peer.rank] or missing > connection.unread():
             raise self._lost(connection, "closed its connection")
         connection.closed = True
         self._watch(connection, 0 if connection.paused else select.EPOLLIN)
@@ -363,9 +366,9 @@ class Exchange:
         self._watch(connection, 0)
 
     def _needs(self, connection: Connection) -> bool:
-        """Whether this refit cannot end without the peer."""
+        """Whether this refit cannot end without the peer. Its BEGIN too must be read, or it would open the next one."""
         rank = connection.peer.rank
-        return bool(connection.outbox or self.unreleased[rank] or self.awaited[rank])
+        return bool(not connection.begun or connection.outbox or self.receipts[rank] or self.awaited[rank])
 
     def _waits_for(self) -> list[Connection]:
         """The peers that hold up the open buckets, those of the first bucket first."""
@@ -374,9 +377,8 @@ class Exchange:
             for recv in self.replay.recvs[number]:
                 if not recv.stored:
                     found.setdefault(recv.connection.peer.rank, recv.connection)
-        for rank, connection in self.wire.connections.items():
-            if connection.outbox or self.unreleased[rank]:
-                found.setdefault(rank, connection)
+        for connection in filter(self._needs, self.connections):
+            found.setdefault(connection.peer.rank, connection)
         return list(found.values())
 
     def _where(self) -> tuple[str, int]:

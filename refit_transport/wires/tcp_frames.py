@@ -28,6 +28,8 @@ class Kind(IntEnum):
     """The message of (bucket, hop) can be read where its sender staged it."""
     RELEASE = 5
     """The message of (bucket, hop) has been read; its staging may be used again."""
+    STORED = 6
+    """All messages that came over this connection in this refit have been stored."""
 
 
 _HEADER = struct.Struct("<BxHIQ16s")

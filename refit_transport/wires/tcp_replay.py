@@ -54,8 +54,8 @@ class Replay:
         self.most_bytes = max((_bucket_bytes(bucket) for bucket in binding.buckets), default=0)
         """Bytes that this rank sends and receives in its largest bucket."""
         self.recv_count = dict.fromkeys(connections, 0)
-        self.in_place_count = dict.fromkeys(connections, 0)
-        """Messages that each peer reads in place."""
+        self.receipts = dict.fromkeys(connections, 0)
+        """Frames by which each peer confirms what it is sent: one per message that it reads in place, else one."""
         self.expected: dict[int, dict[tuple[int, int], Recv]] = defaultdict(dict)
         for number in range(len(binding.buckets)):
             self._add_bucket(number)
@@ -111,7 +111,8 @@ class Replay:
             for need in message.needs:
                 recvs[need].feeds.append(index)
         for send in sends:
-            self.in_place_count[send.message.peer] += send.in_place
+            peer = send.message.peer
+            self.receipts[peer] = self.receipts[peer] + 1 if send.in_place else 1
         for recv in recvs:
             self.recv_count[recv.message.peer] += 1
             self.expected[recv.message.peer][number, recv.message.hop] = recv

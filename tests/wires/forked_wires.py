@@ -26,13 +26,30 @@ class Rank:
     trainers: int
     options: dict
 
-    def join(self, seconds: float = 20.0) -> TcpWire:
-        """A wire that is connected with all other ranks."""
+    def join(
+        self,
+        seconds: float = 20.0,
+        before_connect: Callable[[dict], None] = lambda endpoint: None,
+        alter: Callable[[dict], None] | None = None,
+    ) -> TcpWire:
+        """A wire that is connected with all other ranks. ``alter`` changes the endpoints that this rank is told."""
         wire = TcpWire(**self.options)
-        self.pipe.send(("endpoint", (os.getpid(), wire.listen(self.rank))))
+        self.own_endpoint = wire.listen(self.rank)
+        self.pipe.send(("endpoint", (os.getpid(), self.own_endpoint)))
         endpoints = self.pipe.recv()
+        if alter is not None:
+            alter(endpoints)
+        before_connect(self.own_endpoint)
         wire.connect(self.rank, self.peers(endpoints), time.monotonic() + seconds)
         return wire
+
+    def listen_and_leave(self) -> None:
+        """Publish an endpoint, then close it."""
+        wire = TcpWire(**self.options)
+        endpoint = wire.listen(self.rank)
+        wire.close()
+        self.pipe.send(("endpoint", (os.getpid(), endpoint)))
+        self.pipe.recv()
 
     def barrier(self) -> None:
         """Wait until the test says that all ranks came this far."""
@@ -60,13 +77,25 @@ class Ranks:
     ) -> None:
         self.pipes: dict[int, Connection] = {}
         self.processes = {}
+        self._domains, self._trainers, self._options, self._enter = domains, trainers, options, enter
         for rank in sorted(r for d in domains for r in d):
-            here, there = FORK.Pipe()
-            chosen = options(rank) if callable(options) else dict(options or {})
-            process = FORK.Process(target=_main, args=(body, Rank(rank, there, domains, trainers, chosen), enter))
-            process.start()
-            there.close()
-            self.pipes[rank], self.processes[rank] = here, process
+            self._start(rank, body)
+        self.first_pids = {rank: process.pid for rank, process in self.processes.items()}
+
+    def replace(self, rank: int, body: Callable[[Rank], object]) -> None:
+        """A new process in the place of one that died."""
+        self.processes[rank].join(5)
+        self.pipes[rank].close()
+        self._start(rank, body)
+
+    def _start(self, rank: int, body: Callable[[Rank], object]) -> None:
+        here, there = FORK.Pipe()
+        options = self._options(rank) if callable(self._options) else dict(self._options or {})
+        what = Rank(rank, there, self._domains, self._trainers, options)
+        process = FORK.Process(target=_main, args=(body, what, self._enter))
+        process.start()
+        there.close()
+        self.pipes[rank], self.processes[rank] = here, process
 
     def exchange_endpoints(self, ranks: list[int] | None = None) -> dict:
         chosen = ranks if ranks is not None else list(self.pipes)

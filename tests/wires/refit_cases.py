@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -33,7 +34,7 @@ class Tensor:
     whole: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     tensors: tuple[Tensor, ...]
     domains: tuple[tuple[int, ...], ...]
@@ -111,9 +112,11 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
+@lru_cache(maxsize=32)
 def contents(case: Case, name: str, version: int) -> torch.Tensor:
     """The full tensor ``name`` at ``version`` in the trainers' dtype: from a 64-bit hash of (parameter, version, global
-    index). Every bit pattern where no dtype changes, finite numbers where one does."""
+    index). Every bit pattern where no dtype changes, finite numbers where one does. Call it before ranks are forked and
+    they need not compute it."""
     number, t = next((i, t) for i, t in enumerate(case.tensors) if t.name == name)
     dtype = getattr(torch, t.dtype)
     with np.errstate(over="ignore"):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
 
 def repack_experts(module: nn.Module) -> None:
@@ -27,7 +27,7 @@ def refresh_embeddings(model: nn.Module) -> None:
     """The head reads a packed copy of its weight. A head that is tied to the embedding is loaded by no tensor of its
     own, so all are packed anew."""
     for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding) and not module.weight.is_meta:
+        if isinstance(module, VocabParallelEmbedding) and type(module.quant_method) is UnquantizedEmbeddingMethod:
             module.quant_method.process_weights_after_loading(module)
 
 

@@ -3,6 +3,9 @@
 Two rules of vLLM shape it. Between its calls an engine may compute, so the whole refit happens inside
 ``update_weights`` and the calls around it do nothing. And its front end reads replies in the order of the ranks and
 stops at the first error, leaving later replies in the queues; so of the workers of one engine only the last raises.
+
+The prefix cache lies in vLLM's engine core, out of a worker's reach: whoever drives the engine calls
+``reset_prefix_cache`` after each refit, as ``ReshardTrainerEngine`` and the engine actor do.
 """
 
 from __future__ import annotations

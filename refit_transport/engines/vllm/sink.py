@@ -52,12 +52,14 @@ class VllmSink:
             recording = record(self._model, parameters)
         found = destinations(recording, parameters, direct, self._required(recording.formats))
         names: dict[str, set[str]] = defaultdict(set)
+        self._modules_of = {}
         for name in (*found.direct, *found.replays, *found.loads):
             modules = {path.rpartition(".")[0] for path in found.paths(name)}
             self._modules_of[name] = tuple(sorted(modules))
             for module in modules:
                 names[module].add(name)
-        self._modes = {path: write_mode(path, self._modules[path], self._device) for path in names}
+        owners = {*names, *(zero.tensor.rpartition(".")[0] for zero in found.zeros)}
+        self._modes = {path: write_mode(path, self._modules[path], self._device) for path in sorted(owners)}
         self._names_of = {path: frozenset(needed) for path, needed in names.items()}
         self._destinations = found
         return found.description()
@@ -83,7 +85,7 @@ class VllmSink:
         self._waiting = {path: set(names) for path, names in self._names_of.items()}
         for zero in self._destinations.zeros:
             module, _, _ = zero.tensor.rpartition(".")
-            if self._modes.get(module) is WriteMode.LIVE:
+            if self._modes[module] is WriteMode.LIVE:
                 zero.target.on(self._tensor(zero.tensor)).zero_()
         return any(
             self._modes[path.rpartition(".")[0]] is WriteMode.STAGED
@@ -127,6 +129,8 @@ class VllmSink:
             for module in self._modules.values():
                 if is_deferred_attention_layer(module):
                     module.process_weights_after_loading(self._config.model_config.dtype)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def abort(self) -> None:
         """See ``WeightSink``. The weights are a mixture of two versions then, but every kernel has its tensors."""
@@ -159,12 +163,10 @@ class VllmSink:
     def _stage(self, owner: str) -> StagedModule:
         prefix = f"{owner}."
         paths = {path for name in self._names_of[owner] for path in self._destinations.paths(name)}
-        names = {path.removeprefix(prefix) for path in paths if path.rpartition(".")[0] == owner}
-        padded = {name for name in names if prefix + name in self._destinations.padded}
-        padded |= {
-            z.tensor.removeprefix(prefix) for z in self._destinations.zeros if z.tensor.startswith(prefix)
-        } & names
-        return StagedModule.open(owner, self._modules[owner], sorted(names), sorted(padded), self._device)
+        zeroed = {zero.tensor for zero in self._destinations.zeros}
+        names = {path.removeprefix(prefix) for path in paths | zeroed if path.rpartition(".")[0] == owner}
+        incomplete = {name for name in names if prefix + name in self._destinations.padded | zeroed}
+        return StagedModule.open(owner, self._modules[owner], sorted(names), sorted(incomplete), self._device)
 
     def _arrive(self, name: str) -> None:
         for path in self._modules_of[name]:

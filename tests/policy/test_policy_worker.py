@@ -169,7 +169,11 @@ def test_one_optimizer_step_per_global_batch_and_one_schedule_step_per_call(chec
     ids=["fsdp", "tp", "hsdp"],
 )
 def test_resuming_continues_bit_for_bit(checkpoint, tmp_path, world_size, cfg):
-    schedule = [{"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 10}}]
+    schedule = [
+        {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 10}},
+        {"name": "torch.optim.lr_scheduler.ConstantLR"},
+        {"milestones": [10]},
+    ]
     config = make_config(checkpoint, optimizer=ADAMW, scheduler=schedule, dtensor_cfg=cfg)
 
     def straight(rank):
@@ -212,9 +216,11 @@ def test_a_checkpoint_is_replaced_whole_and_read_by_another_number_of_ranks(chec
         return full_weights(worker)
 
     saved, _ = run_ranks(2, save_twice)
+    assert [p.name for p in tmp_path.iterdir()] == ["latest"]
     (loaded,) = run_ranks(1, load)
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)
-    assert [p.name for p in tmp_path.iterdir()] == ["latest"]
+    (tmp_path / "latest").rename(tmp_path / "latest.old")  # as if the process died between the two renames
+    run_ranks(1, load)
 
 
 def test_an_incomplete_checkpoint_is_refused(checkpoint, tmp_path):

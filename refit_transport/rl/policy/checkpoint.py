@@ -49,14 +49,12 @@ def load(
 ) -> dict[str, Any]:
     """Restores what ``save`` wrote and returns ``extra``. The number of ranks may differ; then random states of ranks
     that were not there stay as they are. Raises FileNotFoundError when there is no complete checkpoint at ``path``."""
-    path = Path(path)
-    if not (path / EXTRA_FILE).exists():
-        raise FileNotFoundError(f"no complete checkpoint at {path} ({EXTRA_FILE} is missing)")
+    path = _complete(Path(path))
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     own = path / _local_file(dist.get_rank())
-    local = torch.load(own if own.exists() else path / _local_file(0), weights_only=False)
+    local = torch.load(own if own.exists() else path / _local_file(0), weights_only=True)
     if scheduler is not None and local["scheduler"] is not None:
         scheduler.load_state_dict(local["scheduler"])
     if own.exists():
@@ -65,6 +63,14 @@ def load(
             torch.cuda.set_rng_state(local["cuda_rng"])
     dist.barrier()
     return json.loads((path / EXTRA_FILE).read_text())
+
+
+def _complete(path: Path) -> Path:
+    """``path``, or the older checkpoint that stepped aside if the process died before the new one took its place."""
+    for candidate in (path, Path(f"{path}.old")):
+        if (candidate / EXTRA_FILE).exists():
+            return candidate
+    raise FileNotFoundError(f"no complete checkpoint at {path} ({EXTRA_FILE} is missing)")
 
 
 def _local_state(scheduler: LRScheduler | None) -> dict[str, Any]:

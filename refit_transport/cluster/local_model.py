@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger("refit_transport")
 
 TINY = {"tiny/qwen3": False, "tiny/qwen3-moe": True}
 """Built-in names, and whether the model has experts."""
@@ -19,6 +22,7 @@ def local_model(policy: Mapping[str, Any], cache: Path) -> Path:
 
         seed, steps = tiny["seed"], tiny["warm_start_steps"]
         folder = f"{name.replace('/', '-')}-seed{seed}-warm{steps}"
+        log.info("model %s (%d warm-up steps) in %s", name, steps, cache / "models" / folder)
         return make_tiny_model(cache.resolve() / "models" / folder, seed, steps, moe=TINY[name])
     if not Path(name).is_dir():
         raise ValueError(f"policy.model_name: found {name!r}, which is no directory; allowed: {sorted(TINY)} or a path")

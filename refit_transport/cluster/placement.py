@@ -47,11 +47,11 @@ def ray_cluster(layout: ClusterLayout, device: str) -> Iterator[None]:
     end."""
     shared = bool(os.environ.get("RAY_ADDRESS"))
     if shared:
-        ray.init(log_to_driver=False, logging_level="warning")
+        ray.init(log_to_driver=False, logging_level="error")
     else:
         slots = None if device == "cuda" else layout.world_size
         ray.init(
-            num_cpus=slots, include_dashboard=False, log_to_driver=False, logging_level="warning",
+            num_cpus=slots, include_dashboard=False, log_to_driver=False, logging_level="error",
             object_store_memory=256 << 20 if slots else None,
         )  # fmt: skip
     try:

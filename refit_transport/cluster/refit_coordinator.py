@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from refit_transport.session.agreement import PlanSummary
 from refit_transport.session.control_server import ControlServer
 from refit_transport.session.errors import RefitError
 from refit_transport.session.report import RefitReport
@@ -19,6 +20,7 @@ from .errors import ClusterError
 from .trainer_group import TrainerGroup
 
 log = logging.getLogger("refit_transport")
+refit_log = logging.getLogger("refit_transport.refit")
 
 _GRACE = 10.0
 """Seconds beyond a refit's own deadline after which actors that still do not answer are taken for hung."""
@@ -49,19 +51,25 @@ class RefitCoordinator:
                 zip(self._engines.names, self._engines.actors, far, strict=True)
             )
         ]
-        self._await(calls, "joining the refit session")
+        started = time.monotonic()
+        plan: PlanSummary = self._await(calls, "joining the refit session")[0]
+        log.info(
+            "refit session: %d ranks joined, planned and connected in %.1f s, transport %s",
+            layout.world_size,
+            time.monotonic() - started,
+            self._options["transport"],
+        )
+        log.info(plan.line())
 
     def refit(self, version: int) -> RefitReport:
         """Bring every engine to ``version``. Raises RefitError; the session is over then (``connect`` begins a new
         one)."""
         if self._server is None:
             self.connect()
-        started = time.monotonic()
         calls = self._trainers.calls("refit", version, self._timeout)
         calls += self._engines.calls("refit", version, self._timeout)
         report: RefitReport = self._await(calls, f"refitting to version {version}")[0]
-        log.debug("refit %d took %.3f s at the coordinator", version, time.monotonic() - started)
-        log.info(report.line())
+        refit_log.info(report.line())
         return report
 
     def _domains(self) -> tuple[list[str | None], list[str | None]]:

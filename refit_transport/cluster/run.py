@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 
+from refit_transport.report.log import run_log
 from refit_transport.report.summary import RunSummary
 from refit_transport.rl.run import run
 
@@ -52,9 +54,16 @@ def _run(config: DictConfig, algorithm: str) -> RunSummary:
     from transformers import AutoTokenizer
 
     tree = OmegaConf.to_container(config, resolve=True)
-    folder = run_folder(tree, algorithm)
-    localise(tree)
-    tokenizer = AutoTokenizer.from_pretrained(tree["policy"]["tokenizer"]["name"])
+    folder, console = run_folder(tree, algorithm), Console()
+    with run_log(folder, console):
+        localise(tree)
+        tokenizer = AutoTokenizer.from_pretrained(tree["policy"]["tokenizer"]["name"])
+        return _train(tree, config, folder, console, tokenizer, algorithm)
+
+
+def _train(
+    tree: dict[str, Any], config: DictConfig, folder: Path, console: Console, tokenizer: Any, algorithm: str
+) -> RunSummary:
     with running(tree) as cluster:
         return run(
             tree,
@@ -65,6 +74,7 @@ def _run(config: DictConfig, algorithm: str) -> RunSummary:
             cluster.refit,
             tokenizer,
             RemoteValue(cluster.trainers) if algorithm == "ppo" else None,
+            console,
         )
 
 
@@ -85,6 +95,7 @@ def running(tree: dict[str, Any]) -> Iterator[Running]:
     layout = cluster_layout(tree)
     device = resolve_device(tree["cluster"]["device"])
     setup, step = tree["cluster"]["setup_timeout_s"], tree["cluster"]["step_timeout_s"]
+    log.info("starting Ray for %d ranks on %s", layout.world_size, device)
     with ray_cluster(layout, device):
         trainer_group, engine_groups = place(layout, device, setup)
         trainers = TrainerGroup(layout, trainer_group, device, step)
@@ -107,8 +118,12 @@ def _start(
     tree: dict[str, Any], layout: ClusterLayout, trainers: TrainerGroup, engines: EngineGroup, timeout: float
 ) -> None:
     """Build models on both sides at the same time."""
-    log.info("starting %d trainer ranks and %d x %d inference ranks", layout.trainer_ranks, layout.replicas,
-             layout.ranks_per_replica)  # fmt: skip
+    log.info(
+        "building models on %d trainer ranks and %d x %d inference ranks",
+        layout.trainer_ranks,
+        layout.replicas,
+        layout.ranks_per_replica,
+    )
     for side in (trainers, engines):
         pids = await_all(side.calls("pid"), "starting the actors", timeout)
         side.names = [f"{name} (pid {pid})" for name, pid in zip(side.names, pids, strict=True)]

@@ -9,6 +9,7 @@ from typing import Any
 import ray
 from torch.distributed import TCPStore
 
+from refit_transport.session.agreement import PlanSummary
 from refit_transport.session.member import RefitMember
 from refit_transport.session.report import RefitReport
 
@@ -50,12 +51,13 @@ class TrainerActor:
         result = getattr(self._workers[worker], method)(batch)
         return result if self._workers[worker].tp_rank == 0 else None
 
-    def join_refit(self, address: str, timeout: float, domain: str | None) -> None:
+    def join_refit(self, address: str, timeout: float, domain: str | None) -> PlanSummary:
         self.leave_refit()
         source = self._workers["policy"].source()
         self._member = RefitMember.join(
             address, rank=self.rank, role="trainer", source=source, timeout=timeout, domain=domain
         )
+        return self._member.plan_summary()
 
     def refit(self, version: int, timeout: float) -> RefitReport:
         return self._member.refit(version, timeout=timeout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 from refit_transport.layout.describe import Holding, describe
 from refit_transport.layout.layout import LogicalParameter
 from refit_transport.planning import plan_refit
-from refit_transport.planning.plan import Plan
+from refit_transport.planning.plan import Plan, Route
 from refit_transport.transports.base import Transport
 
 from .errors import HandshakeError
@@ -20,8 +19,6 @@ from .holdings import EMPTY, SideReport, merge_parameters, report_sink, report_s
 
 if TYPE_CHECKING:
     from .member import RefitMember
-
-log = logging.getLogger("refit_transport")
 
 
 @dataclass(frozen=True)
@@ -35,6 +32,50 @@ class Agreement:
     """Indices into ``plan.parameters`` of what takes the broadcast path on this rank."""
     reasons: dict[str, str]
     """Parameters that were to go shard to shard and take the loader's way on some inference rank, with the reason."""
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """What a coordinator tells its user of a plan."""
+
+    digest: str
+    buckets: int
+    reshard: int
+    """Tensors that go shard to shard to some inference rank."""
+    broadcast: int
+    """Tensors that some inference rank needs whole."""
+    unused: tuple[str, ...]
+    """Tensors that no inference rank needs."""
+    reasons: dict[str, str]
+
+    def line(self) -> str:
+        text = (
+            f"plan {self.digest[:12]}: {self.reshard} tensors shard to shard, {self.broadcast} broadcast, "
+            f"{self.buckets} buckets"
+        )
+        if self.unused:
+            text += f"; not needed by any engine: {_some(self.unused)}"
+        if self.reasons:
+            text += f"; asked to go directly but loaded whole: {_some([f'{n} ({w})' for n, w in self.reasons.items()])}"
+        return text
+
+
+def _some(items: Sequence[str]) -> str:
+    more = f" and {len(items) - 5} more" if len(items) > 5 else ""
+    return ", ".join(items[:5]) + more
+
+
+def summarise_plan(agreement: Agreement) -> PlanSummary:
+    plan = agreement.plan
+    members = {route: {m for g in plan.groups if g.route is route for m in g.members} for route in Route}
+    return PlanSummary(
+        digest=plan.digest,
+        buckets=len(plan.buckets),
+        reshard=len(members[Route.RESHARD]),
+        broadcast=len(members[Route.BROADCAST]),
+        unused=tuple(plan.unused),
+        reasons=agreement.reasons,
+    )
 
 
 def agree_on_plan(member: RefitMember, hellos: Sequence[Hello], transport: Transport, deadline: float) -> Agreement:
@@ -52,13 +93,6 @@ def agree_on_plan(member: RefitMember, hellos: Sequence[Hello], transport: Trans
     )
     _compare(member.exchange("plan digest", plan.digest, list[str], deadline), hellos)
     reasons = {name: why for report in needed for name, why in report.reasons.items()}
-    if reasons and member.rank == 0:
-        log.warning(
-            "%d parameters take the loader's way although scope %r sends them shard to shard: %s",
-            len(reasons),
-            options.get("scope", "ffn"),
-            "; ".join(f"{n}: {w}" for n, w in list(reasons.items())[:5]),
-        )
     return Agreement(plan, tuple(parameters), tuple(hellos), _whole(needed[member.rank], plan), reasons)
 
 

@@ -29,14 +29,14 @@ from refit_transport.transports.registry import get_transport
 from refit_transport.wires.base import Peer, Wire
 from refit_transport.wires.select import make_wire
 
-from .agreement import Agreement, agree_on_plan
+from .agreement import Agreement, PlanSummary, agree_on_plan, summarise_plan
 from .control_client import ControlClient
 from .errors import HandshakeError, RefitError
 from .hello import Hello, check_hellos, introduce, label
 from .report import RefitReport
 from .totals import Expected, RankTotals, check_counts, expected_of, merge_totals
 
-log = logging.getLogger("refit_transport")
+log = logging.getLogger("refit_transport.refit")
 
 DEFAULT_TIMEOUT = 120.0
 
@@ -216,6 +216,10 @@ class RefitMember:
         if self.sink is not None:
             self.sink.abort()
         self._wire.close()
+
+    def plan_summary(self) -> PlanSummary:
+        """What was agreed on, for whoever coordinates the session."""
+        return summarise_plan(self.agreement)
 
     def failed(self) -> str | None:
         """A failure anywhere in the session, learnt without blocking; None while it is sound."""

@@ -52,15 +52,15 @@ class Case:
         return sorted(rank for domain in self.domains for rank in domain)
 
     def _describe(self, side: str) -> SideDescription:
-        layouts, entries = [], []
+        numbers, entries = {}, []
         for t in self.tensors:
             held, whole = getattr(t, side), side == "engines" and t.whole
             if whole:
                 held = {rank: [Region.whole(t.shape)] for rank in held}
-            layouts.append(region_layout(t.shape, held))
+            number = numbers.setdefault(region_layout(t.shape, held), len(numbers))
             dtype = t.engine_dtype or t.dtype if side == "engines" else t.dtype
-            entries.append(Entry(t.name, dtype, len(layouts) - 1, whole))
-        return SideDescription(tuple(layouts), tuple(entries))
+            entries.append(Entry(t.name, dtype, number, whole))
+        return SideDescription(tuple(numbers), tuple(entries))
 
 
 class Shards:

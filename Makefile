@@ -22,12 +22,12 @@ lint: environment
 	$(BIN)/ruff format --check .
 
 docs:
-	@$(PYTHON) scripts/environment.py docs
+	@$(PYTHON) .ci/environment.py docs
 	$(BIN)/python -m refit_transport.config.document docs/configuration.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 environment:
-	@$(PYTHON) scripts/environment.py $(EXTRAS)
+	@$(PYTHON) .ci/environment.py $(EXTRAS)
 
 clean:
 	rm -rf .venv site results build *.egg-info

@@ -43,8 +43,8 @@ class WeightSink(Protocol):
         """Writable tensor of shape ``region.shape`` (any strides), in this rank's dtype, for a region in ``direct``."""
 
     def arrived(self, direct: Sequence[str], whole: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Called after each bucket: names in ``direct`` are now complete on this rank; each tensor in ``whole`` is a full
-        checkpoint tensor, valid only during the call."""
+        """Called after each bucket: names in ``direct`` are now complete on this rank; each tensor in ``whole`` is a
+        full checkpoint tensor, valid only during the call."""
 
     def commit(self, version: int) -> None:
         """All bytes landed: finish loading, refresh derived tensors. The engine is FRESH(version) afterwards."""

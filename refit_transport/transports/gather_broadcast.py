@@ -1,4 +1,4 @@
-"""`gather_broadcast`: what `refit_transport: null` means. Whole tensors, packed, from one trainer root to every engine."""
+"""`gather_broadcast`: what `refit_transport: null` means. Whole tensors, packed, to every engine."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .registry import register_transport
 
 @register_transport("gather_broadcast")
 class GatherBroadcast:
-    """``root: every`` makes each trainer rank the root of the part it holds; ``root: single`` gathers on the lowest trainer
-    rank, passes each bucket from domain to domain, and fans it out in each."""
+    """``root: every`` makes each trainer rank the root of the part it holds; ``root: single`` gathers on the lowest
+    trainer rank, passes each bucket from domain to domain, and fans it out in each."""
 
     name = "gather_broadcast"
 

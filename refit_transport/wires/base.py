@@ -50,7 +50,8 @@ class WireError(RuntimeError):
 
 
 class Wire(Protocol):
-    """One rank's end. ``listen`` then ``connect`` once; ``run`` per refit; ``close`` at any time, twice without harm."""
+    """One rank's end. ``listen`` then ``connect`` once; ``run`` per refit; ``close`` at any time, twice without
+    harm."""
 
     name: str
 
@@ -64,8 +65,8 @@ class Wire(Protocol):
     def run(
         self, binding: Binding, version: int, deadline: float, failed: Callable[[], str | None] = lambda: None
     ) -> WireStats:
-        """Run every bucket. ``failed`` is polled at least every 0.2 s while waiting; when it returns a text (another rank's
-        failure, learnt from the control connection) the run stops with a WireError that carries it.
+        """Run every bucket. ``failed`` is polled at least every 0.2 s while waiting; when it returns a text (another
+        rank's failure, learnt from the control connection) the run stops with a WireError that carries it.
         After a WireError the wire is unusable until it is closed and connected anew."""
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ def test_the_readme_names_files_and_commands_that_exist(repository: Path) -> Non
 
 
 def test_no_file_names_the_host_of_a_package_index(repository: Path) -> None:
-    for name in ("pyproject.toml", "constraints.txt", "overrides.txt", "Makefile", "scripts/environment.py", ".ci/run"):
+    for name in ("pyproject.toml", "constraints.txt", "overrides.txt", "Makefile", ".ci/environment.py", ".ci/run"):
         assert not re.search(r"https?://|file://|index-url", (repository / name).read_text()), name
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
-from scripts import environment
+_PATH = Path(__file__).resolve().parents[2] / ".ci" / "environment.py"
+_SPEC = importlib.util.spec_from_file_location("environment", _PATH)
+environment = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(environment)
+
 
 HERE = f"cp{sys.version_info.major}{sys.version_info.minor}"
 

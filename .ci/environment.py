@@ -1,4 +1,4 @@
-"""Makes `.venv` with everything a run needs, once: `python3 scripts/environment.py EXTRA [EXTRA ...]`.
+"""Makes `.venv` with everything a run needs, once: `python3 .ci/environment.py EXTRA [EXTRA ...]`.
 
 Needs Python 3.11 or newer and nothing else. What is installed is remembered by a hash of the files that decide it, so
 that a second call takes no time.

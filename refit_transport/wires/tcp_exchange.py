@@ -76,6 +76,9 @@ class Exchange:
 
     def _run(self) -> WireStats:
         self.replay.rewind()
+        for connection in self.wire.connections.values():
+            if connection not in self.connections:
+                self._watch(connection, 0)
         for connection in self.connections:
             self._begin(connection)
         next_check = 0.0

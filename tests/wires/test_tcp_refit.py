@@ -133,6 +133,45 @@ def test_every_destination_holds_exactly_the_new_version(case: Case, options: di
         )
 
 
+def mixed(rank: int) -> dict:
+    return {"shared_memory": rank % 4 != 1}
+
+
+@pytest.mark.parametrize("name", ["rows to columns of two replicas in one domain", "all ranks in one domain"])
+def test_ranks_that_cannot_share_memory_use_sockets_with_those_that_can(name: str) -> None:
+    case = CASES[name]
+    with Ranks(refits(case, 2), case.domains, len(T), mixed) as ranks:
+        ranks.exchange_endpoints()
+        for _ in range(2):
+            ranks.barrier()
+        assert {rank: found for rank, (found, _, _) in ranks.results().items() if found} == {}
+
+
+@pytest.mark.parametrize("moving", [[0], [4], [0, 1, 2, 3, 4, 5, 6, 7]], ids=["a trainer", "an engine", "all"])
+def test_tensors_that_moved_between_refits_are_found_again(moving: list[int]) -> None:
+    case = CASES["all ranks in one domain"]
+    plan = case.plan()
+
+    def body(rank: Rank) -> list[str]:
+        trained, served, sink, binding = bound_rank(case, plan, rank.rank)
+        wire = rank.join()
+        for version in (1, 2, 3):
+            if version > 1 and rank.rank in moving:
+                trained, served, sink, other = bound_rank(case, plan, rank.rank)
+                binding.source, binding.sink, binding.stale = other.source, sink, True
+            trained.fill(version)
+            binding.begin(version)
+            wire.run(binding, version, time.monotonic() + 20)
+            rank.barrier()
+        return served.wrong(3)
+
+    with Ranks(body, case.domains, len(T)) as ranks:
+        ranks.exchange_endpoints()
+        for _ in range(3):
+            ranks.barrier()
+        assert {rank: found for rank, found in ranks.results().items() if found} == {}
+
+
 def test_network_carries_every_byte_once_and_staging_stays_in_the_budget() -> None:
     case = CASES["rows to columns of two replicas in one domain"]
     body = refits(case, 1)

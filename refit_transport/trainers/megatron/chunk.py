@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from refit_transport.layout.layout import LayoutError
+from refit_transport.layout.region import LayoutError
 
 from . import attention, feed_forward, mamba
 from .fusion import Fused, Held, Part, boxes, replicated, rows

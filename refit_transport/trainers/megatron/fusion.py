@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from refit_transport.layout.layout import LayoutError
-from refit_transport.layout.region import Region
+from refit_transport.layout.region import LayoutError, Region
 
 from .groups import GroupRank
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from refit_transport.layout.layout import LayoutError, LogicalParameter
-from refit_transport.layout.region import Region
+from refit_transport.layout.layout import LogicalParameter
+from refit_transport.layout.region import LayoutError, Region
 from refit_transport.trainers.tensors import region_view
 
 from .chunk import Chunk
@@ -35,9 +35,7 @@ class MegatronSource:
         _check_ties(self._chunks, bool(facts.get("tie_word_embeddings")))
         self._pointers: list[tuple[str, int]] = []
         self._held: dict[str, list[Held]] = {}
-        self.copies: list[Held] = []
-        """Boxes that this rank stores once more (tied embeddings, and the embedding of multi-token prediction); a refit
-        reads the first. Whoever loads weights writes both."""
+        self._copies: list[Held] = []
         self.refresh()
 
     def parameters(self) -> Sequence[LogicalParameter]:
@@ -53,6 +51,13 @@ class MegatronSource:
     def view(self, name: str, region: Region) -> torch.Tensor:
         return region_view([(h.region, h.view) for h in self._held[name]], name, region)
 
+    def stored(self) -> Iterator[Held]:
+        """Every box in this rank's memory. Those that it stores once more (tied embeddings, and the embedding of
+        multi-token prediction) come again: a refit reads the first, whoever loads weights writes all."""
+        for held in self._held.values():
+            yield from held
+        yield from self._copies
+
     def refresh(self) -> bool:
         """Waits for parameters that the distributed optimizer gathers late, and looks for memory that moved."""
         for chunk in self._wrapped:
@@ -63,7 +68,7 @@ class MegatronSource:
         pointers = [(name, t.data_ptr()) for found in tensors for name, t in found.items()]
         if pointers == self._pointers:
             return False
-        self._held, self.copies = {}, []
+        self._held, self._copies = {}, []
         for chunk, found in zip(self._chunks, tensors, strict=True):
             for name, tensor in found.items():
                 for held in chunk.held(name, tensor):
@@ -75,7 +80,7 @@ class MegatronSource:
         known = self._held.setdefault(held.name, [])
         for other in known:
             if other.region == held.region:
-                self.copies.append(held)
+                self._copies.append(held)
                 return
             if other.region.intersect(held.region) or other.shape != held.shape:
                 raise LayoutError(

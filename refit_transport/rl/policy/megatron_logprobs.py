@@ -1,0 +1,31 @@
+"""Log-probabilities of tokens from logits whose vocabulary is spread over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import torch
+
+
+def vocabulary_logprobs(
+    logits: torch.Tensor, input_ids: torch.Tensor, vocabulary: int, temperature: float, chunk_size: int | None
+) -> torch.Tensor:
+    """Float32 [b, s]: position i is log p(token i | tokens before i) under logits / temperature; position 0 is 0.
+
+    ``logits`` [b, s, v / ranks] of any float dtype are this rank's columns of all v, of which the first ``vocabulary``
+    are real and the others padding. ``chunk_size`` positions are done at a time (None: all at once). Every rank of the
+    tensor-parallel group calls it.
+    """
+    from megatron.core.parallel_state import get_tensor_model_parallel_rank
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    width = logits.shape[2]
+    column = torch.arange(width, device=logits.device) + get_tensor_model_parallel_rank() * width
+    padding = column >= vocabulary
+    targets = input_ids[:, 1:]
+    step = chunk_size or max(1, targets.shape[1])
+    parts = [torch.zeros(len(input_ids), 1, device=logits.device)]
+    for start in range(0, targets.shape[1], step):
+        wanted = targets[:, start : start + step]
+        # The cross entropy works in place, so that it needs a tensor of its own.
+        scaled = logits[:, start : start + wanted.shape[1]].float() / temperature
+        parts.append(-vocab_parallel_cross_entropy(scaled.masked_fill(padding, float("-inf")), wanted.contiguous()))
+    return torch.cat(parts, dim=1)

@@ -132,9 +132,6 @@ class Connection:
         """The replay whose staging the peer knows."""
         self.shared: SharedStaging | None = None
 
-    def post(self, data: bytes) -> None:
-        self.outbox.append((Memory([memoryview(data)]), None))
-
     def close(self) -> None:
         """Close the socket and let go of everything that holds memory."""
         self.sock.close()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import select
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from refit_transport.runtime.staging import SLOTS
 from .base import WireError, WireStats
 from .shm import open_block
 from .tcp_connection import Connection, Memory, SharedStaging
+from .tcp_flows import Events, Flows
 from .tcp_frames import Kind, frame, pack_share, parse, unpack_share
 from .tcp_guard import Guard
 from .tcp_replay import Recv, Replay, Send
@@ -29,10 +29,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1
 """Longest wait without a look at deadlines and at ``failed``."""
-READ_TURNS = 8
-"""Receive calls for one connection before the others have their turn."""
 STORED = frame(Kind.STORED)
-GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
 
 class Exchange:
@@ -43,12 +40,10 @@ class Exchange:
     ) -> None:
         self.wire, self.replay, self.version = wire, replay, version
         self.binding = replay.binding
-        self.poller = wire.poller
         self.connections = [
             c for rank, c in wire.connections.items() if replay.recv_count[rank] or replay.receipts[rank]
         ]
         """Those of the peers that the program talks to."""
-        self.by_fd = {c.sock.fileno(): c for c in self.connections}
         self.stats = WireStats(seconds=dict.fromkeys(("pack", "network", "domain", "unpack", "load", "wait"), 0.0))
         self.count = len(replay.sends)
         self.first = self.opened = 0
@@ -64,30 +59,40 @@ class Exchange:
         """Confirmations that are still to come, by peer."""
         self.early: dict[int, list[Recv]] = {}
         """Messages that can be read in place, of buckets that are not open yet."""
-        self.turns: deque[Connection] = deque()
-        """Connections that have something to send and room for it."""
         self.guard = Guard(wire, deadline, failed, wire.stall_s + replay.most_bytes / wire.bytes_per_s)
+        events = Events(
+            before_send=self._pack,
+            sent=self._sent,
+            received=self._received,
+            closing=self._closing,
+            ended=self._ended,
+            lost=self._lost,
+            moved=self.guard.moved,
+            called=wire.lobby.serve,
+        )
+        self.flows = Flows(wire.poller, self.connections, wire.chunk_bytes, self.stats, events)
 
     def run(self) -> WireStats:
         try:
             return self._run()
         finally:
             self.guard.close()
+            del self.flows  # They know this object: as a cycle they would keep the staging of a closed wire alive.
 
     def _run(self) -> WireStats:
         self.replay.rewind()
         for connection in self.wire.connections.values():
             if connection not in self.connections:
-                self._watch(connection, 0)
+                self.flows.watch(connection, 0)
         for connection in self.connections:
             self._begin(connection)
         next_check = 0.0
         while True:
-            self._send_turn()
+            self.flows.send_turn()
             self._advance()
             if self.first == self.count and not any(map(self._needs, self.connections)):
                 return self.stats
-            self._poll(0.0 if self.turns else POLL_S)
+            self.flows.poll(0.0 if self.flows.can_send else POLL_S)
             now = time.monotonic()
             if now >= next_check:
                 next_check = now + POLL_S
@@ -99,17 +104,15 @@ class Exchange:
         connection.begun = False
         if connection.closed:
             raise self._lost(connection, "has closed its connection")
-        connection.post(frame(Kind.BEGIN, value=self.version, digest=self.replay.digest))
+        self.flows.watch(connection, select.EPOLLIN | select.EPOLLRDHUP)
+        self.flows.post(connection, frame(Kind.BEGIN, value=self.version, digest=self.replay.digest))
         if connection.read_by and connection.published is not self.replay:
             table = self.replay.share_table(connection.peer.rank)
             if len(table):
                 payload = pack_share(self.wire.block_of(self.binding.memory), table)
-                connection.post(frame(Kind.SHARE, value=len(payload), digest=self.replay.digest) + payload)
+                self.flows.post(connection, frame(Kind.SHARE, value=len(payload)) + payload)
             connection.published = self.replay
-        self.turns.append(connection)
-        self._watch(connection, select.EPOLLIN | select.EPOLLRDHUP)
-        if connection.paused:
-            self._resume(connection)
+        self._resume(connection)
 
     def _advance(self) -> None:
         """Hand over, finish and open buckets, in order, as far as they are complete."""
@@ -137,8 +140,7 @@ class Exchange:
         for recv in self.early.pop(number, ()):
             self._read_in_place(recv)
         for connection in self.connections:
-            if connection.paused:
-                self._resume(connection)
+            self._resume(connection)
 
     def _load(self, number: int) -> None:
         bucket = self.binding.buckets[number]
@@ -150,40 +152,7 @@ class Exchange:
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def _enqueue(self, send: Send) -> None:
-        connection = send.connection
-        if not connection.outbox and not connection.interest & select.EPOLLOUT:
-            self.turns.append(connection)
-        connection.outbox.append((send.outgoing, send))
-
-    def _post(self, connection: Connection, data: bytes) -> None:
-        if not connection.outbox and not connection.interest & select.EPOLLOUT:
-            self.turns.append(connection)
-        connection.post(data)
-
-    def _send_turn(self) -> None:
-        """Give every connection that has room one chunk."""
-        for _ in range(len(self.turns)):
-            connection = self.turns.popleft()
-            item, send = connection.outbox[0]
-            if send is not None and not send.packed:
-                self._pack(send)
-            started = time.perf_counter()
-            try:
-                item.send(connection.sock, self.wire.chunk_bytes)
-            except BlockingIOError:
-                self._watch(connection, connection.interest | select.EPOLLOUT)
-                continue
-            except OSError as error:
-                raise self._lost(connection, f"broke its connection ({error.strerror})") from error
-            finally:
-                self.stats.seconds[connection.link] += time.perf_counter() - started
-            self.guard.moved()
-            if not item.left:
-                connection.outbox.popleft()
-                if send is not None:
-                    self._sent(send)
-            if connection.outbox:
-                self.turns.append(connection)
+        self.flows.enqueue(send.connection, send.outgoing, send)
 
     def _pack(self, send: Send) -> None:
         """Just before the first byte leaves: packing ahead would keep the other connections waiting."""
@@ -203,54 +172,18 @@ class Exchange:
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
-    def _poll(self, timeout: float) -> None:
-        started = time.perf_counter()
-        events = self.poller.poll(timeout)
-        self.stats.seconds["wait"] += time.perf_counter() - started
-        for fd, event in events:
-            connection = self.by_fd.get(fd)
-            if connection is None:
-                self.wire.lobby.serve()
-                continue
-            if event & select.EPOLLOUT:
-                self._watch(connection, connection.interest & ~select.EPOLLOUT)
-                self.turns.append(connection)
-            if event & select.EPOLLIN and not connection.paused:
-                self._read(connection)
-            if event & GONE:
-                self._gone(connection)
-
-    def _read(self, connection: Connection) -> None:
-        for _ in range(READ_TURNS):
-            target = connection.body or connection.header
-            started = time.perf_counter()
-            try:
-                got = target.receive(connection.sock, self.wire.chunk_bytes)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                raise self._lost(connection, f"broke its connection ({error.strerror})") from error
-            finally:
-                self.stats.seconds[connection.link] += time.perf_counter() - started
-            if not got:
-                self._ended(connection)
-                return
-            self.guard.moved()
-            if target.left:
-                continue
-            if target is connection.header:
-                self._frame(connection)
-            else:
-                self._complete(connection, target)
-            if connection.paused:
-                return
+    def _received(self, connection: Connection, memory: Memory) -> None:
+        if memory is connection.header:
+            self._frame(connection)
+        else:
+            self._complete(connection, memory)
 
     def _frame(self, connection: Connection) -> None:
         """Act on a complete header, or leave it and pause the connection until it can be taken."""
         kind, bucket, hop, value, digest = parse(connection.header_bytes)
         if kind == Kind.BEGIN:
             if connection.begun:
-                self._pause(connection)
+                self.flows.pause(connection)
                 return
             self._check_begin(connection, value, digest)
         elif kind == Kind.SHARE:
@@ -258,7 +191,7 @@ class Exchange:
         elif kind == Kind.DATA:
             recv = self._expected(connection, bucket, hop)
             if bucket >= self.opened:
-                self._pause(connection)
+                self.flows.pause(connection)
                 return
             connection.body, connection.receiving = recv.incoming, recv
         elif kind == Kind.READY:
@@ -292,12 +225,14 @@ class Exchange:
             self._read_in_place(recv)
 
     def _read_in_place(self, recv: Recv) -> None:
+        if not recv.attached:
+            raise self._lost(recv.connection, "did not say where it stages what this rank reads")
         started = time.perf_counter()
         if recv.message.relayed:
             recv.message.fetch.run()
         recv.message.unpack.run()
         self.stats.seconds["domain"] += time.perf_counter() - started
-        self._post(recv.connection, recv.release)
+        self.flows.post(recv.connection, recv.release)
         self._stored(recv)
 
     def _store(self, recv: Recv) -> None:
@@ -319,30 +254,13 @@ class Exchange:
         peer = recv.connection.peer.rank
         self.awaited[peer] -= 1
         if not self.awaited[peer] and not recv.message.in_place:
-            self._post(recv.connection, STORED)
-
-    # -- flow control ------------------------------------------------------------------------------------------------
-
-    def _watch(self, connection: Connection, interest: int) -> None:
-        if interest == connection.interest:
-            return
-        fd = connection.sock.fileno()
-        if not interest:
-            self.poller.unregister(fd)
-        elif not connection.interest:
-            self.poller.register(fd, interest)
-        else:
-            self.poller.modify(fd, interest)
-        connection.interest = interest
-
-    def _pause(self, connection: Connection) -> None:
-        connection.paused = True
-        self._watch(connection, connection.interest & ~select.EPOLLIN)
+            self.flows.post(recv.connection, STORED)
 
     def _resume(self, connection: Connection) -> None:
-        connection.paused = False
-        self._watch(connection, connection.interest | select.EPOLLIN)
-        self._frame(connection)
+        """Try again to take the frame at which a connection was paused."""
+        if connection.paused:
+            self.flows.resume(connection)
+            self._frame(connection)
 
     # -- failure -----------------------------------------------------------------------------------------------------
 
@@ -353,20 +271,20 @@ class Exchange:
             raise self._lost(connection, f"refits version {version} while this rank refits version {self.version}")
         connection.begun = True
 
-    def _gone(self, connection: Connection) -> None:
+    def _closing(self, connection: Connection) -> None:
         """The peer has closed: fatal at once when what this rank still needs is not in its buffers."""
         missing = self.replay.bytes_missing(connection)
         if connection.outbox or self.receipts[connection.peer.rank] or missing > connection.unread():
             raise self._lost(connection, "closed its connection")
         connection.closed = True
-        self._watch(connection, 0 if connection.paused else select.EPOLLIN)
+        self.flows.watch(connection, 0 if connection.paused else select.EPOLLIN)
 
     def _ended(self, connection: Connection) -> None:
         """All that the peer sent before it closed has been read."""
         if self._needs(connection):
             raise self._lost(connection, "closed its connection")
         connection.closed = True
-        self._watch(connection, 0)
+        self.flows.watch(connection, 0)
 
     def _needs(self, connection: Connection) -> bool:
         """Whether this refit cannot end without the peer. Its BEGIN too must be read, or it would open the next one."""

@@ -40,6 +40,8 @@ class Recv:
     feeds: list[int]
     """Indices into the bucket's sends of the messages that forward from this one."""
     stored: bool = False
+    attached: bool = False
+    """The peer has said where it stages a message that is read in place."""
 
 
 class Replay:
@@ -102,6 +104,7 @@ class Replay:
             for index, recv in enumerate(bucket):
                 if recv.connection is connection:
                     self.binding.attach(number, index, segments[number, recv.message.hop])
+                    recv.attached = True
 
     def _add_bucket(self, number: int) -> None:
         bound = self.binding.buckets[number]

@@ -7,12 +7,14 @@ import signal
 import socket
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
 from forked_wires import Rank, Ranks
 from refit_cases import GUARD, Case, Tensor, bound_rank, columns, contents, merged, rows
 
+from refit_transport.bench.netlab import Lab, enter_namespace
 from refit_transport.wires.base import WireError
 
 SHAPE = (1024, 4096)
@@ -105,6 +107,50 @@ def test_every_other_rank_names_the_lost_peer_in_time_and_the_next_refit_succeed
             error,
         )
         assert seconds < limit, (rank, seconds, text)
+
+
+@pytest.mark.netns
+def test_a_rank_that_is_cut_off_is_named_by_the_others_by_the_stall_deadline() -> None:
+    shape = (2048, 1024)
+    case = Case(
+        (Tensor("w", shape, rows(shape, [0, 1]), rows(shape, [2])),), ((0,), (1,), (2,)), {"bucket_bytes": 1 << 20}
+    )
+    plan = case.plan()
+
+    def body(rank: Rank) -> object:
+        binding = bound_rank(case, plan, rank.rank)[3]
+        wire = rank.join()
+        binding.bind(wire._staging)
+        if rank.rank == 2:
+            binding.buckets[2].recvs[0].unpack = Tell(rank)
+        started = time.monotonic()
+        text = outcome(lambda: wire.run(binding, 1, time.monotonic() + 20))
+        return text, time.monotonic() - started
+
+    class Tell:
+        def __init__(self, rank: Rank) -> None:
+            self.rank = rank
+
+        def run(self) -> None:
+            self.rank.pipe.send(("under way", None))
+
+    options = {"network_interface": "eth0", "stall_s": STALL_S, "bytes_per_s": 1e9, "direct_bytes": None}
+    with Lab(3, 1e8) as lab:
+        enter = partial(_enter, [lab.namespace(rank) for rank in range(3)])
+        with Ranks(body, case.domains, 2, options, enter) as ranks:
+            ranks.exchange_endpoints()
+            ranks.expect(2, "under way")
+            lab.link(0, False)
+            results = ranks.results()
+    for rank in (1, 2):
+        text, seconds = results[rank]
+        assert "trainer rank 0 (pid" in text and "did not answer" in text, results
+        assert seconds < STALL_S + 3
+    assert "did not answer" in results[0][0]
+
+
+def _enter(namespaces: list[str], rank: int) -> None:
+    enter_namespace(namespaces[rank])
 
 
 def _newcomer(case: Case):

@@ -1,0 +1,150 @@
+"""Refits over the gloo wire end in the right bytes; a lost peer ends in one error soon, and a new wire works again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from forked_wires import Rank, Ranks
+from refit_cases import Case, Tensor, bound_rank, columns, rows
+from small_cases import CASES, TWO_DOMAINS, E, T, join, run_refits
+
+from refit_transport.planning import compile_program
+from refit_transport.wires.base import WireError
+from refit_transport.wires.gloo import GlooWire
+from refit_transport.wires.lockstep import hops_of
+
+BIG = (2048, 2048)
+LARGE = Case((Tensor("w", BIG, rows(BIG, T), columns(BIG, E)),), TWO_DOMAINS, {"bucket_bytes": 1 << 20})
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_destination_holds_exactly_the_new_version(case: Case) -> None:
+    results = run_refits(case, GlooWire)
+    assert {rank: found for rank, (found, _) in results.items() if found} == {}
+    for link in ("network", "domain", "local"):
+        sent, received = (sum(getattr(s, way)[link] for _, s in results.values()) for way in ("sent", "received"))
+        assert sent == received
+
+
+def test_the_cases_reach_every_hop() -> None:
+    assert {hops_of(case.plan()) for case in CASES.values()} == {0, 1, 2}
+
+
+def test_a_second_binding_on_the_same_wire_is_run_as_it_is_cut() -> None:
+    first, second = CASES["once per domain: the second hop forwards"], CASES["one hop"]
+    plans = first.plan(), second.plan()
+
+    def body(rank: Rank) -> list[str]:
+        wire = join(rank, GlooWire())
+        found = []
+        for version, (case, plan) in enumerate(zip((first, second), plans), start=1):
+            trained, served, _, binding = bound_rank(case, plan, rank.rank)
+            trained.fill(version)
+            binding.begin(version)
+            wire.run(binding, version, time.monotonic() + 20)
+            found += served.wrong(version)
+            rank.barrier()
+        return found
+
+    assert set(map(tuple, run_refits(first, GlooWire, body=body).values())) == {()}
+
+
+def failing(stop: int, last: int = 3):
+    """A rank's body: rank ``last`` stops itself with a signal in the middle of a refit, in front of its second bucket;
+    the others report (seconds, error, helper threads left after the wire's patience)."""
+    plan = LARGE.plan()
+
+    def body(rank: Rank) -> object:
+        *_, binding = bound_rank(LARGE, plan, rank.rank)
+        wire = join(rank, GlooWire(patience=2.5))
+        told = threading.Event()
+        threading.Thread(target=lambda: rank.pipe.poll(20) and told.set(), daemon=True).start()
+        binding.begin(1)
+        if rank.rank == last:
+            wire._helper.call = interrupt_at_second_call(wire._helper.call, stop)
+            rank.pipe.send(("here", time.monotonic()))
+        started = time.monotonic()
+        try:
+            wire.run(binding, 1, started + 2.0, lambda: "engine rank 3 was lost" if told.is_set() else None)
+        except WireError as error:
+            took = time.monotonic() - started
+            wire.close()
+            until = time.monotonic() + 10
+            while time.monotonic() < until and any(t.name == "refit-gloo" for t in threading.enumerate()):
+                time.sleep(0.02)
+            return took, str(error), error.phase, [t.name for t in threading.enumerate() if t.name == "refit-gloo"]
+        return None
+
+    return body
+
+
+def interrupt_at_second_call(call, stop: int):
+    calls = []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 4:
+            os.kill(os.getpid(), stop)
+        return call(*arguments)
+
+    return counted
+
+
+def test_a_killed_peer_is_one_error_within_two_seconds_and_no_thread_stays() -> None:
+    with Ranks(failing(signal.SIGKILL), LARGE.domains, 2) as ranks:
+        ranks.exchange_endpoints()
+        ranks.expect(3, "here")
+        ranks.processes[3].join(10)
+        for rank in (0, 1, 2):
+            ranks.pipes[rank].send("lost")  # what the control connection tells within milliseconds
+        for took, text, phase, left in ranks.results([0, 1, 2]).values():
+            assert took < 2.0
+            assert "engine rank 3" in text and phase == "exchange"
+            assert left == []
+
+
+def test_a_stopped_peer_is_named_when_the_deadline_passes() -> None:
+    with Ranks(failing(signal.SIGSTOP), LARGE.domains, 2) as ranks:
+        ranks.exchange_endpoints()
+        ranks.expect(3, "here")
+        for took, text, phase, left in ranks.results([0, 1]).values():
+            assert 1.5 < took < 4.0
+            assert "engine rank 3" in text and phase == "exchange"
+            assert left == []
+
+
+def test_fifty_rebuilds_leave_no_thread_and_no_descriptor() -> None:
+    case = CASES["one bucket"]
+    plan = case.plan()
+
+    def body(rank: Rank) -> list[tuple[int, int]]:
+        trained, served, _, binding = bound_rank(case, plan, rank.rank)
+        seen = []
+        for version in range(1, 51):
+            wire = join(rank, GlooWire())
+            trained.fill(version % 2)
+            binding.begin(version)
+            wire.run(binding, version, time.monotonic() + 20)
+            assert not served.wrong(version % 2)
+            rank.barrier()
+            wire.close()
+            del wire
+            seen.append(
+                (threading.active_count(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
+            )
+        return seen
+
+    with Ranks(body, case.domains, 2) as ranks:
+        for _ in range(50):
+            ranks.exchange_endpoints()
+            ranks.barrier()
+        for seen in ranks.results().values():
+            assert max(seen[25:]) <= max(seen[:10])
+
+
+def test_programs_of_the_failing_case_have_several_buckets() -> None:
+    assert len(compile_program(LARGE.plan(), 3).buckets) > 4

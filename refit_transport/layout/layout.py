@@ -14,12 +14,14 @@ from .region import Region
 
 ITEMSIZE = {
     "float64": 8, "int64": 8, "uint64": 8, "complex64": 8, "complex128": 16,
-    "float32": 4, "int32": 4, "uint32": 4,
+    "float32": 4, "int32": 4, "uint32": 4, "complex32": 4,
     "bfloat16": 2, "float16": 2, "int16": 2, "uint16": 2,
     "int8": 1, "uint8": 1, "bool": 1,
     "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
 }  # fmt: skip
-"""Bytes per element of every dtype that can be moved, by the name torch prints after ``torch.``."""
+"""Bytes per element of every dtype that can be moved, by the name torch prints after ``torch.``. An element of
+``float4_e2m1fn_x2`` is a pair of numbers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,17 @@
 """The NCCL wire: grouped point-to-point calls in a communicator of its own, never the trainer's or the engine's.
 
-Everything of a refit is queued on streams: packing, exchange and unpacking of all buckets, without waiting on the
-host. Only the end is waited for, by polling an event, so that a lost peer ends in ``abort`` of the communicator and an
-error.
+Everything of a refit is queued on streams: packing, exchange and unpacking of all buckets, without waiting for the
+device. Only the end is waited for, by looking at a mark, so that a lost peer ends in ``abort`` of the communicator and
+an error. Calls into NCCL are made in a helper thread: the first exchange of a pair connects it, and that takes as long
+as the peer takes.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -20,29 +22,44 @@ from refit_transport.runtime.staging import Staging
 
 from .base import Peer, WireError, WireStats
 from .cuts import cut
+from .helper_thread import HelperThread, Interrupted, heard
 from .lockstep import Part, hops_of, run_lockstep
 from .message_cuts import Cuts, exchange_cuts
+from .nccl_group import GroupMaker, make_group
+from .nccl_queue import CudaQueue, Queue
 from .rendezvous import Meeting
+from .watch import Watch
+
+log = logging.getLogger("refit_transport")
 
 _POLL = 0.002
+_NEWS_SECONDS = 1.0
+"""How long a broken connection waits for its cause to be told."""
+_ABORT_SECONDS = 5.0
+"""``abort`` frees NCCL's kernels within milliseconds; longer, and it goes on behind the caller's back."""
 
 
 class NcclWire:
-    """One rank's end, on the current CUDA device."""
+    """One rank's end, on the current CUDA device of the thread that makes it."""
 
     name = "nccl"
 
-    def __init__(self, network_interface: str | None = None) -> None:
+    def __init__(
+        self,
+        network_interface: str | None = None,
+        queue: Queue | None = None,
+        group_maker: GroupMaker = make_group,
+    ) -> None:
         self._meeting = Meeting(network_interface)
-        self._group: dist.ProcessGroup | None = None
+        self._make_group = group_maker
+        self._queue = queue or CudaQueue()
+        self._group: dist.ProcessGroupNCCL | None = None
         self._peers: dict[int, Peer] = {}
         self._rank = -1
-        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-        self._staging = Staging(allocate=self._memory, arena=self._memory, direct_bytes=None)
-        self._cuts: Cuts | None = None
-
-    def _memory(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._staging = Staging(allocate=self._queue.memory, arena=self._queue.memory, direct_bytes=None)
+        self._bound: Binding | None = None
+        self._cuts: Cuts = {}
+        self._helper = HelperThread("refit-nccl")
 
     def listen(self, rank: int) -> dict[str, object]:
         """Rank 0 hosts the store through which the communicator's id travels."""
@@ -50,19 +67,22 @@ class NcclWire:
 
     def connect(self, rank: int, peers: Sequence[Peer], deadline: float) -> None:
         self._rank, self._peers = rank, {peer.rank: peer for peer in peers}
-        store = self._meeting.store(peers, deadline)
+        store = dist.PrefixStore("nccl", self._meeting.store(peers, deadline))
         try:
-            self._group = self._make_group(dist.PrefixStore("nccl", store), rank, len(peers), deadline)
+            self._group = self._make_group(store, rank, len(peers), self._queue.device)
+            self._helper.call(self._form, deadline, lambda: None)
+        except Interrupted as gave_up:
+            self.close()
+            raise WireError(
+                f"NCCL: rank {rank} could not form the communicator of {len(peers)} ranks: {gave_up}", phase="connect"
+            ) from None
         except RuntimeError as error:
+            self.close()
             raise WireError(f"NCCL: rank {rank} could not form the communicator: {error}", phase="connect") from error
 
-    def _make_group(self, store: dist.Store, rank: int, size: int, deadline: float) -> dist.ProcessGroup:
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-        options.config.blocking = 0
-        group = dist.ProcessGroupNCCL(store, rank, size, options)
-        group.eager_connect_single_device(self._device)
-        return group
+    def _form(self) -> None:
+        with self._queue.on(self._queue.stream()):
+            self._group.eager_connect_single_device(self._queue.device)
 
     def run(
         self, binding: Binding, version: int, deadline: float, failed: Callable[[], str | None] = lambda: None
@@ -70,22 +90,51 @@ class NcclWire:
         """See ``Wire.run``."""
         if self._group is None:
             raise WireError("NCCL: the wire is not connected", phase="run")
+        with Watch(failed, deadline, self._release) as watch:
+            return self.exchange(binding, version, deadline, watch)
+
+    def exchange(self, binding: Binding, version: int, deadline: float, watch: Watch) -> WireStats:
+        """``run`` under a watch that another wire opened."""
         binding.bind(self._staging)
-        if self._cuts is None:
-            store = dist.PrefixStore("cuts", self._meeting.store(tuple(self._peers.values()), deadline))
-            self._cuts = exchange_cuts(binding, self._rank, store, deadline)
+        groups = _Groups(self, deadline, watch.news)
+        if self._bound is not binding:
+            store = self.store(f"cuts {version}", deadline)
+            self._cuts = groups.watched(lambda: exchange_cuts(binding, self._rank, store, deadline))
+            self._bound = binding
 
         def parts(message: BoundMessage, bucket: int, index: int, sending: bool) -> list[torch.Tensor]:
             return cut(message.segments, self._cuts[bucket, index, sending])
 
-        return run_lockstep(binding, _Groups(self, deadline, failed), parts, hops_of(binding.plan))
+        return run_lockstep(binding, groups, parts, hops_of(binding.plan))
+
+    def store(self, prefix: str, deadline: float) -> dist.Store:
+        """Where the ranks of this membership exchange plain data, under ``prefix``."""
+        return dist.PrefixStore(prefix, self._meeting.store(tuple(self._peers.values()), deadline))
+
+    def _release(self) -> None:
+        if self._group is not None:
+            abort_in_background(self._group.abort)
 
     def close(self) -> None:
         """Abort the communicator: the only way out of a kernel that waits for a peer that is gone."""
-        if self._group is not None:
-            self._group.abort()
+        self._release()
+        self._helper.close()
         self._meeting.close()
-        self._group = self._cuts = None
+        self._group = self._bound = None
+
+
+def abort_in_background(abort: Callable[[], object]) -> None:
+    """Call ``abort`` and return when it is through, at the latest after a few seconds."""
+
+    def call() -> None:
+        try:
+            abort()
+        except RuntimeError as error:
+            log.warning("NCCL: abort failed: %s", error)
+
+    thread = Thread(target=call, name="refit-abort", daemon=True)
+    thread.start()
+    thread.join(_ABORT_SECONDS)
 
 
 class _Groups:
@@ -93,31 +142,69 @@ class _Groups:
 
     def __init__(self, wire: NcclWire, deadline: float, failed: Callable[[], str | None]) -> None:
         self._wire, self._deadline, self._failed = wire, deadline, failed
-        self._last: tuple[int, ...] = ()
+        self._stream = wire._queue.stream()
+        self._peers: tuple[int, ...] = ()
+        self._works: list[dist.Work] = []
 
     def post(self, sends: list[Part], recvs: list[Part]) -> dist.Work:
-        group, device = self._wire._group, self._wire._device
-        self._last = tuple(sorted({peer for peer, _ in (*sends, *recvs)}))
-        group._start_coalescing(device)
-        for peer, tensor in recvs:
-            group.recv([tensor], peer, 0)
-        for peer, tensor in sends:
-            group.send([tensor], peer, 0)
-        return group._end_coalescing(device)
+        self._peers = tuple(sorted({peer for peer, _ in (*sends, *recvs)}))
+        work = self.watched(lambda: self._grouped(sends, recvs))
+        self._works.append(work)
+        return work
+
+    def _grouped(self, sends: list[Part], recvs: list[Part]) -> dist.Work:
+        group = self._wire._group
+        with self._wire._queue.on(self._stream):
+            group._start_coalescing()
+            for peer, tensor in recvs:
+                group.recv([tensor], peer, 0)
+            for peer, tensor in sends:
+                group.send([tensor], peer, 0)
+            return group._end_coalescing()
 
     def wait(self, handle: dist.Work) -> None:
-        """Later work of the current stream waits for the group; the host does not."""
-        handle.wait()
+        """Later work of the stream waits for the group; the host does not."""
+
+        def on_stream() -> None:
+            with self._wire._queue.on(self._stream):
+                handle.wait()
+
+        self.watched(on_stream)
+
+    def watched(self, call: Callable[[], object]) -> object:
+        """The result of ``call``, made in the helper thread; after a failure the communicator is aborted."""
+        try:
+            return self._wire._helper.call(call, self._deadline, self._failed)
+        except Interrupted as gave_up:
+            raise self._failure(gave_up.news, str(gave_up)) from None
+        except WireError:
+            self._wire.close()
+            raise
+        except RuntimeError as error:
+            raise self._failure(heard(self._failed, _NEWS_SECONDS), str(error).splitlines()[0]) from error
 
     def drain(self) -> None:
-        done = torch.cuda.Event()
-        done.record()
-        while not done.query():
-            news = self._failed()
-            if news is None and time.monotonic() > self._deadline:
-                peers = ", ".join(str(self._wire._peers[peer]) for peer in self._last)
-                news = f"NCCL: the deadline passed; the last group of rank {self._wire._rank} exchanges with {peers}"
-            if news is not None:
-                self._wire._group.abort()
-                raise WireError(news, phase="exchange")
+        """Wait for the end of the refit by looking: a wait could not be left when a peer is lost."""
+        mark = self._wire._queue.mark()
+        while not mark.query():
+            self._look()
+            if (news := self._failed()) is not None or time.monotonic() > self._deadline:
+                raise self._failure(news, "the deadline passed")
             time.sleep(_POLL)
+        self._look()
+
+    def _look(self) -> None:
+        """Drop the groups that are through. Raises WireError when NCCL reports an error in one."""
+        while self._works and self._works[0].is_completed():
+            error = self._works.pop(0).exception()
+            if error is not None:
+                raise self._failure(heard(self._failed, _NEWS_SECONDS), str(error).splitlines()[0])
+
+    def _failure(self, news: str | None, cause: str) -> WireError:
+        self._wire.close()
+        if news is not None:
+            return WireError(news, phase="exchange")
+        peers = ", ".join(str(self._wire._peers[peer]) for peer in self._peers) or "no peer"
+        peer = self._peers[0] if len(self._peers) == 1 else None
+        text = f"NCCL: {cause}; the last group of rank {self._wire._rank} exchanges with {peers}"
+        return WireError(text, peer=peer, phase="exchange")

@@ -9,11 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.utils import logging as hf_logging
 
 from refit_transport.rl.tasks import reverse_digits
 from refit_transport.rl.tasks.tokenizer import character_tokenizer
@@ -47,12 +50,25 @@ def make_tiny_model(path: str | Path, seed: int = 0, warm_start_steps: int = 25,
     model = _warmed(seed, warm_start_steps, moe)
     building = path.with_name(f"{path.name}.building")
     shutil.rmtree(building, ignore_errors=True)
-    model.save_pretrained(building)
+    with _no_progress_bar():
+        model.save_pretrained(building)
     character_tokenizer().save_pretrained(building)
     (building / STAMP).write_text(json.dumps(stamp))
     shutil.rmtree(path, ignore_errors=True)
     building.rename(path)
     return path
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """A megabyte is written at once; a bar would only break up the run's own lines."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
 
 
 def _stamp(seed: int, warm_start_steps: int, moe: bool) -> dict[str, object]:

@@ -21,6 +21,7 @@ from refit_transport.runtime.replay import BoundMessage
 from refit_transport.runtime.staging import Staging
 
 from .base import Peer, WireError, WireStats
+from .blame import Register
 from .cuts import cut
 from .helper_thread import HelperThread, Interrupted, heard
 from .lockstep import Part, hops_of, run_lockstep
@@ -96,7 +97,8 @@ class NcclWire:
     def exchange(self, binding: Binding, version: int, deadline: float, watch: Watch) -> WireStats:
         """``run`` under a watch that another wire opened."""
         binding.bind(self._staging)
-        groups = _Groups(self, deadline, watch.news)
+        register = Register(self.store("blame", deadline), self._rank, version)
+        groups = _Groups(self, deadline, watch, register)
         if self._bound is not binding:
             store = self.store(f"cuts {version}", deadline)
             self._cuts = groups.watched(lambda: exchange_cuts(binding, self._rank, store, deadline))
@@ -105,7 +107,9 @@ class NcclWire:
         def parts(message: BoundMessage, bucket: int, index: int, sending: bool) -> list[torch.Tensor]:
             return cut(message.segments, self._cuts[bucket, index, sending])
 
-        return run_lockstep(binding, groups, parts, hops_of(binding.plan))
+        stats = run_lockstep(binding, groups, parts, hops_of(binding.plan))
+        register.through()
+        return stats
 
     def store(self, prefix: str, deadline: float) -> dist.Store:
         """Where the ranks of this membership exchange plain data, under ``prefix``."""
@@ -140,16 +144,18 @@ def abort_in_background(abort: Callable[[], object]) -> None:
 class _Groups:
     """The lock-step backend: one NCCL group per step, ordered by streams."""
 
-    def __init__(self, wire: NcclWire, deadline: float, failed: Callable[[], str | None]) -> None:
-        self._wire, self._deadline, self._failed = wire, deadline, failed
+    def __init__(self, wire: NcclWire, deadline: float, watch: Watch, register: Register) -> None:
+        self._wire, self._deadline, self._watch, self._register = wire, deadline, watch, register
         self._stream = wire._queue.stream()
-        self._peers: tuple[int, ...] = ()
-        self._works: list[dist.Work] = []
+        self._posting: frozenset[int] = frozenset()
+        self._works: list[tuple[dist.Work, frozenset[int]]] = []
+        """Groups that are not known to be through, and the peers of each."""
 
     def post(self, sends: list[Part], recvs: list[Part]) -> dist.Work:
-        self._peers = tuple(sorted({peer for peer, _ in (*sends, *recvs)}))
+        self._posting = frozenset(peer for peer, _ in (*sends, *recvs))
         work = self.watched(lambda: self._grouped(sends, recvs))
-        self._works.append(work)
+        self._works.append((work, self._posting))
+        self._posting = frozenset()
         return work
 
     def _grouped(self, sends: list[Part], recvs: list[Part]) -> dist.Work:
@@ -174,37 +180,44 @@ class _Groups:
     def watched(self, call: Callable[[], object]) -> object:
         """The result of ``call``, made in the helper thread; after a failure the communicator is aborted."""
         try:
-            return self._wire._helper.call(call, self._deadline, self._failed)
+            return self._wire._helper.call(call, self._deadline, self._watch.news)
         except Interrupted as gave_up:
             raise self._failure(gave_up.news, str(gave_up)) from None
         except WireError:
             self._wire.close()
             raise
         except RuntimeError as error:
-            raise self._failure(heard(self._failed, _NEWS_SECONDS), str(error).splitlines()[0]) from error
+            raise self._failure(heard(self._watch.news, _NEWS_SECONDS), str(error).splitlines()[0]) from error
 
     def drain(self) -> None:
         """Wait for the end of the refit by looking: a wait could not be left when a peer is lost."""
         mark = self._wire._queue.mark()
         while not mark.query():
             self._look()
-            if (news := self._failed()) is not None or time.monotonic() > self._deadline:
+            if (news := self._watch.news()) is not None or time.monotonic() > self._deadline:
                 raise self._failure(news, "the deadline passed")
             time.sleep(_POLL)
         self._look()
+        if self._watch.released:
+            raise self._failure(self._watch.news(), "the deadline passed")
 
     def _look(self) -> None:
         """Drop the groups that are through. Raises WireError when NCCL reports an error in one."""
-        while self._works and self._works[0].is_completed():
-            error = self._works.pop(0).exception()
+        while self._works and self._works[0][0].is_completed():
+            error = self._works[0][0].exception()
             if error is not None:
-                raise self._failure(heard(self._failed, _NEWS_SECONDS), str(error).splitlines()[0])
+                raise self._failure(heard(self._watch.news, _NEWS_SECONDS), str(error).splitlines()[0])
+            self._works.pop(0)
 
     def _failure(self, news: str | None, cause: str) -> WireError:
+        waits_for = self._posting.union(*(peers for work, peers in self._works if not work.is_completed()))
+        self._register.give_up(waits_for)
+        if news is None:
+            culprit = self._register.culprit(waits_for)
         self._wire.close()
         if news is not None:
             return WireError(news, phase="exchange")
-        peers = ", ".join(str(self._wire._peers[peer]) for peer in self._peers) or "no peer"
-        peer = self._peers[0] if len(self._peers) == 1 else None
-        text = f"NCCL: {cause}; the last group of rank {self._wire._rank} exchanges with {peers}"
-        return WireError(text, peer=peer, phase="exchange")
+        named = sorted(waits_for) if culprit is None else [culprit]
+        peers = ", ".join(str(self._wire._peers[peer]) for peer in named) or "no peer"
+        text = f"NCCL: {cause}; rank {self._wire._rank} waits for {peers}"
+        return WireError(text, peer=culprit, phase="exchange")

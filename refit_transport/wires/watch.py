@@ -20,6 +20,8 @@ class Watch:
         self._failed, self._deadline, self._release = failed, deadline, release
         self._stop = Event()
         self._news: str | None = None
+        self.released = False
+        """Whether ``release`` was called: what the device says from then on is worth nothing."""
         self._thread = Thread(target=self._look, name="refit-watch", daemon=True)
 
     def news(self) -> str | None:
@@ -30,6 +32,7 @@ class Watch:
         while not self._stop.wait(_POLL):
             self._news = self._failed()
             if self._news is not None or time.monotonic() > self._deadline:
+                self.released = True
                 self._release()
                 return
 

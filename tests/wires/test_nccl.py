@@ -1,0 +1,165 @@
+"""The NCCL wire over a stand-in for NCCL (see ``nccl_stand_in``): right bytes, NCCL's rules, and its ways to fail.
+
+The same wire over real NCCL is in ``tests/gpu``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from forked_wires import Rank, Ranks
+from nccl_stand_in import Group, HostQueue, RuleBroken, nccl_wire, wait_until
+from refit_cases import Case, bound_rank
+from small_cases import CASES, join, run_refits
+
+from refit_transport.wires.base import Peer, WireError
+from refit_transport.wires.nccl import NcclWire
+from refit_transport.wires.select import make_wire
+
+HOPS = CASES["once per domain: the second hop forwards"]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_destination_holds_exactly_the_new_version(case: Case) -> None:
+    results = run_refits(case, nccl_wire)
+    assert {rank: found for rank, (found, _) in results.items() if found} == {}
+
+
+def losing(last: int, stop: int, seconds: float):
+    """A rank's body: rank ``last`` stops itself in front of its second group; the others report how they ended."""
+    plan = HOPS.plan()
+
+    def body(rank: Rank) -> object:
+        *_, binding = bound_rank(HOPS, plan, rank.rank)
+        wire = join(rank, nccl_wire())
+        told = threading.Event()
+        threading.Thread(target=lambda: rank.pipe.poll(20) and told.set(), daemon=True).start()
+        binding.begin(1)
+        if rank.rank == last:
+            end, calls = wire._group._end_coalescing, []
+
+            def counted():
+                calls.append(1)
+                if len(calls) == 2:
+                    rank.pipe.send(("here", None))
+                    os.kill(os.getpid(), stop)
+                return end()
+
+            wire._group._end_coalescing = counted
+        group, started = wire._group, time.monotonic()
+        try:
+            wire.run(binding, 1, started + seconds, lambda: "engine rank 3 was lost" if told.is_set() else None)
+        except WireError as error:
+            took = time.monotonic() - started
+            alive = not wait_until(lambda: all(t.name != "refit-nccl" for t in threading.enumerate()), 5)
+            return took, str(error), error.phase, group.aborted.is_set(), alive
+        return None
+
+    return body
+
+
+def test_a_killed_peer_aborts_the_communicator_within_two_seconds() -> None:
+    with Ranks(losing(3, signal.SIGKILL, 20.0), HOPS.domains, 2) as ranks:
+        ranks.exchange_endpoints()
+        ranks.expect(3, "here")
+        for rank in (0, 1, 2):
+            ranks.pipes[rank].send("lost")
+        for took, text, phase, aborted, alive in ranks.results([0, 1, 2]).values():
+            assert took < 2.0
+            assert text == "engine rank 3 was lost" and phase == "exchange" and aborted and not alive
+
+
+def test_a_stopped_peer_ends_in_an_error_at_the_deadline_that_names_it() -> None:
+    with Ranks(losing(3, signal.SIGSTOP, 1.0), HOPS.domains, 2) as ranks:
+        ranks.exchange_endpoints()
+        ranks.expect(3, "here")
+        for took, text, phase, aborted, alive in ranks.results([0, 1, 2]).values():
+            assert 1.0 <= took < 4.0
+            assert "engine rank 3" in text and phase == "exchange" and aborted and not alive
+
+
+def test_an_engine_that_waits_for_bytes_that_never_come_is_freed_by_the_abort() -> None:
+    """A loader that synchronises with the device cannot look at the control connection."""
+    plan = HOPS.plan()
+
+    def body(rank: Rank) -> object:
+        *_, sink, binding = bound_rank(HOPS, plan, rank.rank)
+        wire = join(rank, nccl_wire())
+        binding.begin(1)
+        if rank.rank == 3:
+            group = wire._group
+            sink.arrived = lambda *_: group.aborted.wait(20)
+        started = time.monotonic()
+        try:
+            wire.run(
+                binding, 1, started + 20, lambda: "trainer rank 0 was lost" if time.monotonic() > started + 1 else None
+            )
+        except WireError as error:
+            return time.monotonic() - started, str(error)
+        return None
+
+    with Ranks(body, HOPS.domains, 2) as ranks:
+        ranks.exchange_endpoints()
+        took, text = ranks.results([3])[3]
+        assert took < 3.0 and text == "trainer rank 0 was lost"
+
+
+def test_after_a_failure_a_new_wire_refits_again() -> None:
+    plan = HOPS.plan()
+
+    def body(rank: Rank) -> list[str]:
+        trained, served, _, binding = bound_rank(HOPS, plan, rank.rank)
+        broken = join(rank, nccl_wire())
+        binding.begin(1)
+        if rank.rank != 3:
+            with pytest.raises(WireError, match="rank 3 was lost"):
+                broken.run(binding, 1, time.monotonic() + 20, lambda: "rank 3 was lost")
+        broken.close()
+        rank.barrier()
+        wire = join(rank, nccl_wire())
+        trained.fill(2)
+        binding.begin(2)
+        wire.run(binding, 2, time.monotonic() + 20)
+        rank.barrier()
+        return served.wrong(2)
+
+    with Ranks(body, HOPS.domains, 2) as ranks:
+        ranks.exchange_endpoints()
+        ranks.barrier()
+        ranks.exchange_endpoints()
+        ranks.barrier()
+        assert set(map(tuple, ranks.results().values())) == {()}
+
+
+def test_a_rank_that_never_comes_is_an_error_at_the_deadline() -> None:
+    wire = nccl_wire()
+    endpoint = wire.listen(0)
+    peers = [Peer(rank, "trainer", "h", 0, 1, "1", endpoint) for rank in (0, 1)]
+    started = time.monotonic()
+    with pytest.raises(WireError, match="could not form the communicator of 2 ranks: the deadline passed"):
+        wire.connect(0, peers, started + 0.5)
+    assert time.monotonic() - started < 3.0
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(4, 4, dtype=torch.uint8)[:, :2], torch.zeros(4), torch.zeros(0).byte()])
+def test_the_stand_in_refuses_what_nccl_would_move_wrongly(tensor: torch.Tensor) -> None:
+    group = Group(None, 0, 2, HostQueue.device)
+    group._start_coalescing()
+    with pytest.raises(RuleBroken):
+        group.send([tensor], 1, 0)
+
+
+def test_a_wire_that_has_no_gpu_says_so_and_what_to_set() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    for name in ("nccl", "nccl_m2n"):
+        with pytest.raises(WireError, match=r"no CUDA device.*set `wire` to `tcp`"):
+            make_wire(name, {})
+    with pytest.raises(ValueError, match="auto, tcp, gloo, nccl, nccl_m2n"):
+        make_wire("ib", {})
+    assert make_wire("auto", {}).name == "tcp"
+    assert NcclWire.name == "nccl"

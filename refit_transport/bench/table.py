@@ -11,15 +11,17 @@ NAMES = {
     "nccl_reshard": "nccl_reshard",
     "gather_broadcast": "gather_broadcast, single root",
     "gather_broadcast_every": "gather_broadcast, every root",
-    "parameter_loop": "per-parameter gather, gloo broadcast",
-    "checkpoint": "checkpoint in a shared folder",
+    "parameter_loop": "per-parameter loop over gloo",
+    "checkpoint": "checkpoint on a shared disk",
     "stream": "plain two-process stream",
 }
+WIDTH = 140
+"""Columns that the table needs; a terminal that is narrower wraps lines, which reads better than cut figures."""
 
 
 def show(summary: dict[str, Any], console: Console | None = None) -> None:
     """One row per transport, the targets below."""
-    console = console or Console(width=None)
+    console = console or Console(width=max(WIDTH, Console().width))
     console.print(f"\n[bold]{summary['title']}[/bold]")
     console.print(_circumstances(summary))
     console.print(_transports(summary))
@@ -40,8 +42,8 @@ def _circumstances(summary: dict[str, Any]) -> str:
 
 def _transports(summary: dict[str, Any]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    columns = ("transport", "seconds", "min-max", "of bound", "predicted", "network MB", "/min", "busiest/mean", "GB/s")
-    for column in (*columns, "extra MB", "slower by"):
+    columns = ("transport", "seconds", "min-max", "of bound", "predicted", "network MB", "/min", "busiest card", "GB/s")
+    for column in (*columns, "extra MB", "slower"):
         table.add_column(column, justify="left" if column == "transport" else "right")
     first = next(iter(summary["transports"]))
     for name, figures in summary["transports"].items():

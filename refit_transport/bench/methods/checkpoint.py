@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch._dynamo  # DTensor.from_local imports it: once before ranks are forked instead of in each of them
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.default_planner

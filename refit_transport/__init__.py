@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .reshard import reshard
+    from .collective import reshard
 
 __all__ = ["reshard"]
 
@@ -15,5 +15,5 @@ def __getattr__(name: str) -> Any:
     if name == "reshard":
         from importlib import import_module
 
-        return import_module(".reshard", __name__).reshard
+        return import_module(".collective", __name__).reshard
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import refit_transport
+from refit_transport.collective import ReshardError, Resharding, reshard
 from refit_transport.layout.layout import ITEMSIZE
 from refit_transport.planning import PlanOptions
-from refit_transport.reshard import ReshardError, Resharding, reshard
 
 FORK = multiprocessing.get_context("fork")
 WORLD = 7

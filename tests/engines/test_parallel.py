@@ -36,7 +36,7 @@ def test_refits_there_and_back_equal_the_engine_as_it_was_loaded(engine):
     trainer.send_weights()
     between = llm.collective_rpc("weight_fingerprint")
     for was, now in zip(before, between, strict=True):
-        unchanged = {path for path in was if was[path] == now[path]}
+        unchanged = {path for path in was if was[path] == now[path] and not path.endswith("_expert_map")}
         assert not any("proj" in path or "experts" in path or "norm" in path for path in unchanged), unchanged
     assert outputs_of(llm) != fresh
     trainer.shutdown()

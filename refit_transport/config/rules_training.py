@@ -55,6 +55,19 @@ def _leave_one_out_needs_company(setup: Setup) -> Found:
         )
 
 
+def _asynchronous_options_agree(setup: Setup) -> Found:
+    """Rollouts that are older than the policy need their importance weights."""
+    key = "grpo.async_grpo.enabled"
+    if setup.algorithm != "grpo" or not setup.get(key):
+        return
+    if not setup.get("loss_fn.use_importance_sampling_correction"):
+        yield Violation(key, True, "false, or loss_fn.use_importance_sampling_correction: true", LOSS)
+    if setup.get("loss_fn.force_on_policy_ratio"):
+        yield Violation(key, True, "false, or loss_fn.force_on_policy_ratio: false", LOSS)
+    if setup.get("grpo.use_dynamic_sampling"):
+        yield Violation(key, True, "false, or grpo.use_dynamic_sampling: false", LOSS)
+
+
 def _loss_options_agree(setup: Setup) -> Found:
     """The loss's own list, so that there is one source of what conflicts."""
     from refit_transport.rl.loss_config import LossConfig
@@ -131,6 +144,7 @@ _RULES: tuple[Callable[[Setup], Found], ...] = (
     _batches_divide,
     _lengths_fit,
     _leave_one_out_needs_company,
+    _asynchronous_options_agree,
     _loss_options_agree,
     _loop_options_agree,
     _scaling_has_a_range,

@@ -69,9 +69,10 @@ def test_recipes_are_valid(recipe: str) -> None:
         # Keys of other frameworks.
         (["policy.sequence_packing.enabled=true"], "policy.sequence_packing", "not supported"),
         (["policy.dtensor_cfg.context_parallel_size=2"], "policy.dtensor_cfg.context_parallel_size", "not supported"),
-        (["grpo.async_grpo.enabled=true"], "grpo.async_grpo", "not supported"),
+        (["ppo.async_ppo.enabled=true"], "ppo.async_ppo", "not supported"),
         (["logger.wandb_enabled=true"], "logger.wandb_enabled", "not supported"),
         # Combinations.
+        (["grpo.async_grpo.enabled=true"], "grpo.async_grpo.enabled", "use_importance_sampling_correction: true"),
         ([f"{GENERATION}.colocated.enabled=true"], f"{GENERATION}.colocated.enabled", "false"),
         ([f"{GENERATION}.refit_transport=m2n"], f"{GENERATION}.refit_transport", "nccl_reshard"),
         ([f"{GENERATION}.refit_transport=no_module:X"], f"{GENERATION}.refit_transport", "No module named 'no_module'"),

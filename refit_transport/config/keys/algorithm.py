@@ -68,6 +68,21 @@ GRPO = section(
     Key("use_dynamic_sampling", bool, False, "Drop prompts whose answers all earn the same, and draw others."),
     Key("dynamic_sampling_max_gen_batches", int, 10, "Most batches drawn for one step.", minimum=1),
     Key("batch_multiplier", float, 1.0, "Prompts drawn at once, in steps, when sampling dynamically.", above=0),
+    Key("async_grpo.enabled", bool, False, "Engines generate for the next steps while the trainer trains."),
+    Key(
+        "async_grpo.max_trajectory_age_steps",
+        int,
+        1,
+        "Most versions by which a rollout's weights may be older.",
+        minimum=1,
+    ),
+    Key(
+        "async_grpo.in_flight_weight_updates",
+        bool,
+        False,
+        "Refit while requests run. A refit waits for the generation in progress instead.",
+        choices=(False,),
+    ),
     Key("skip_reference_policy_logprobs_calculation", bool, False, "Do not run the reference model."),
     Key(
         "seq_logprob_error_threshold",

@@ -6,6 +6,7 @@ Layouts are interned: a model of 250,000 tensors on 2,048 ranks has a few thousa
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from refit_transport.layout.layout import Cell, Entry, Layout, SideDescription
 from refit_transport.layout.region import Region
@@ -47,7 +48,7 @@ def describe_training(model: Model, sizes: Training, first_rank: int = 0) -> Sid
             ranks = [[block + x + width * sizes.ep * i for i in range(copies)] for x in range(width)]
         return _cut(tensor, ranks, megatron_intervals)
 
-    return _intern(model, holdings, key)
+    return _intern(model, _with_tied_head(model, sizes.pp, holdings), key)
 
 
 def describe_generation(model: Model, sizes: Generation, first_rank: int = 0) -> SideDescription:
@@ -73,7 +74,28 @@ def describe_generation(model: Model, sizes: Generation, first_rank: int = 0) ->
         ranks = [stage + t + engine * (d + group * i) for i in range(sizes.dp // group)]
         return {Region.whole(tensor.shape): ranks}
 
-    return _intern(model, holdings, lambda tensor: (tensor.shape, tensor.cut, stage_of(tensor.layer), owner(tensor)))
+    return _intern(
+        model,
+        _with_tied_head(model, sizes.pp, holdings),
+        lambda tensor: (tensor.shape, tensor.cut, stage_of(tensor.layer), owner(tensor)),
+    )
+
+
+def _with_tied_head(
+    model: Model, stages: int, holdings: Callable[[ModelTensor], Holdings]
+) -> Callable[[ModelTensor], Holdings]:
+    """``holdings``, and the last pipeline stage's own copy of an embedding that is its output head as well."""
+    if stages == 1 or not model.config.get("tie_word_embeddings", False):
+        return holdings
+
+    def with_head(tensor: ModelTensor) -> Holdings:
+        found = holdings(tensor)
+        if tensor.layer == EMBEDDING:
+            for region, ranks in holdings(replace(tensor, layer=HEAD)).items():
+                found.setdefault(region, []).extend(ranks)
+        return found
+
+    return with_head
 
 
 def domains_for(

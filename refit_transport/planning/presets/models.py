@@ -88,6 +88,9 @@ def model_from_config(name: str, config: Mapping[str, Any], source: str) -> Mode
         raise UnknownArchitectureError(
             f"--model: {source}: no rule for model_type {config['model_type']!r}; rules exist for {', '.join(FAMILIES)}"
         )
+    if "num_local_experts" in config:
+        # transformers 5 writes Qwen3-MoE's number of experts under Mixtral's name.
+        config = {"num_experts": config["num_local_experts"], **config}
     model = Model(name, config, source, notes)
     try:
         _ = model.tensors

@@ -50,7 +50,7 @@ def cut_atoms(shape: tuple[int, ...], source: Sequence[Cell], sink: Sequence[Cel
         region = Region(tuple(box[0][0].tolist()), tuple(box[1][0].tolist()))
         raise CoverageError(f"no trainer holds {region}, which rank {needer_sets[needed[gaps[0]]][0]} needs")
     wanted = np.flatnonzero(needed >= 0)
-    low, high = _join(cuts, wanted, held[wanted].astype(np.int64) * len(needer_sets) + needed[wanted])
+    low, high = _join(cuts, wanted, _numbered(held, needed, _owners(cuts, source), _owners(cuts, sink))[wanted])
     cell = np.ravel_multi_index(tuple(low.T), _grid(cuts)) if len(low) else np.zeros(0, np.int64)
     start, stop = _boxes(cuts, low, high)
     order = np.lexsort(start.T[::-1])
@@ -98,6 +98,22 @@ def _label(cuts: list[np.ndarray], cells: Sequence[Cell], verb: str) -> tuple[np
             merged[view == before] = number(tuple(sorted({*others, *cell.ranks})))
         label[box] = merged
     return label.reshape(-1), tuple(sets)
+
+
+def _owners(cuts: list[np.ndarray], cells: Sequence[Cell]) -> np.ndarray:
+    """Per grid box (flat, int64) a number that differs where the cells that cover it differ: a rank that holds two
+    boxes side by side stores them apart, so that they must not become one."""
+    index = [{int(edge): i for i, edge in enumerate(edges)} for edges in cuts]
+    owners = np.zeros(_grid(cuts), np.int64)
+    mixed = np.random.default_rng(0).integers(1, 1 << 62, len(cells))
+    for cell, number in zip(cells, mixed):
+        owners[tuple(slice(at[a], at[b]) for at, (a, b) in zip(index, _bounds(cell.region)))] += number
+    return owners.reshape(-1)
+
+
+def _numbered(*labels: np.ndarray) -> np.ndarray:
+    """One number per combination of labels."""
+    return np.unique(np.stack([label.astype(np.int64) for label in labels]), axis=1, return_inverse=True)[1].reshape(-1)
 
 
 def _join(cuts: list[np.ndarray], boxes: np.ndarray, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -78,6 +78,9 @@ class CheckpointFiles:
         file = self._opened(self._file_of[name])
         return file.get_slice(name)[region.slices()] if region.start else file.get_tensor(name)
 
+    def names(self) -> Sequence[str]:
+        return list(self._file_of)
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of a tensor; None when the files have none of that name."""
         if name not in self._file_of:

@@ -27,6 +27,8 @@ class Case:
     ranks: int
     cut: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
+    inexact_step: str = ""
+    """Why an optimizer step differs from that of one process."""
 
     def checkpoint(self, path: Path, dtype: str = "float32") -> Path:
         """Written to ``path``, with random weights."""
@@ -49,6 +51,12 @@ def cut(
 
 
 ONE_LAYER = {"num_hidden_layers": 1}
+SMALL_LATENT = {"kv_lora_rank": 64}
+ALL_DENSE = {"first_k_dense_replace": 2, "kv_lora_rank": 64}
+ROTARY_KEY = (
+    "Megatron's own layers, unlike those of TransformerEngine, lose a part of the gradient of the rotary key that all "
+    "heads share"
+)
 FOUR_LAYERS = {"num_hidden_layers": 4}
 
 CASES = {
@@ -84,6 +92,7 @@ CASES = {
     "moe tp2 ep2 etp2": Case("qwen3_moe", 4, cut(tp=2, ep=2, etp=2, sp=True), ONE_LAYER),
     "moe pp2 ep2": Case("qwen3_moe", 4, cut(pp=2, ep=2)),
     "shared experts, biases, tp2 ep2": Case("qwen2_moe", 2, cut(tp=2, ep=2, sp=True), ONE_LAYER),
-    "mla, shared experts, router bias, ep2": Case("deepseek_v3", 2, cut(ep=2)),
-    "mla tp2": Case("deepseek_v3", 2, cut(tp=2, sp=True)),
+    "mla, shared experts, router bias, ep2": Case("deepseek_v3", 2, cut(ep=2), SMALL_LATENT),
+    "mla tp2": Case("deepseek_v3", 2, cut(tp=2), ALL_DENSE, ROTARY_KEY),
+    "mla tp2 with sequence parallelism": Case("deepseek_v3", 2, cut(tp=2, sp=True), SMALL_LATENT, ROTARY_KEY),
 }

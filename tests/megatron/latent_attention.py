@@ -1,5 +1,5 @@
-"""Stands in for TransformerEngine's attention, which multi-head latent attention needs: Megatron's own has one width for
-queries, keys and values."""
+"""Stands in for TransformerEngine in multi-head latent attention, whose queries and values differ in width: Megatron's
+own attention has one width for both."""
 
 from __future__ import annotations
 
@@ -30,6 +30,14 @@ class PlainAttention(nn.Module):
 def plain_attention() -> Iterator[None]:
     """Models built inside use it."""
     from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.transformer import multi_latent_attention
 
-    with patch.object(LocalSpecProvider, "core_attention", lambda self: PlainAttention):
+    with (
+        patch.object(LocalSpecProvider, "core_attention", lambda self: PlainAttention),
+        patch.object(multi_latent_attention, "TELinear", _NoLinear),
+    ):
         yield
+
+
+class _NoLinear:
+    """What no layer is an instance of; Megatron compares with None where TransformerEngine is missing."""

@@ -112,6 +112,9 @@ def transformer_config(facts: Facts, settings: Mapping[str, Any], dtype: torch.d
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         pipeline_dtype=dtype if stages > 1 else None,
+        # In one batch, the messages of an interleaved schedule between two stages could be taken for each other.
+        overlap_p2p_comm=_virtual_stages(settings) is not None,
+        batch_p2p_comm=_virtual_stages(settings) is None,
         moe_token_dispatcher_type=settings.get("moe_token_dispatcher_type") or "alltoall",
         # Initialisation also marks parameters as cut, without which the optimizer's norm misses other ranks' shards.
         perform_initialization=True,

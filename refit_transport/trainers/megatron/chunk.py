@@ -53,7 +53,7 @@ class Chunk:
         for view, fused in self._composed(name, tensor):
             group = self._groups.expert if fused.expert else self._groups.dense
             cut = view.shape[fused.axis] != fused.total
-            if cut and partition >= 0 and view.shape == tensor.shape and partition != fused.axis:
+            if cut and view is tensor and partition not in (-1, fused.axis):
                 raise LayoutError(f"{name}: is cut along dimension {partition}, expected was {fused.axis}")
             yield from boxes(fused, view, group, name)
 

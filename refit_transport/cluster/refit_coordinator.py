@@ -69,7 +69,7 @@ class RefitCoordinator:
         calls = self._trainers.calls("refit", version, self._timeout)
         calls += self._engines.calls("refit", version, self._timeout)
         report: RefitReport = self._await(calls, f"refitting to version {version}")[0]
-        refit_log.info(report.line())
+        refit_log.log(logging.INFO if report.unchanged_since is None else logging.WARNING, report.line())
         return report
 
     def _domains(self) -> tuple[list[str | None], list[str | None]]:

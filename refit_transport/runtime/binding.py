@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -15,6 +15,7 @@ from refit_transport.trainers.base import WeightSource
 
 from .arena import Arena, Lifetime
 from .bucket_layout import BucketLayout, lay_out
+from .checksums import Checksums
 from .pieces import Pieces
 from .replay import BoundBucket, BoundMessage, Copies
 from .staging import PAGE, SLOTS, Staging, aligned
@@ -28,19 +29,29 @@ def peers_of(program: Program) -> frozenset[int]:
 class Binding:
     """A program on this rank's tensors. Made once per plan; ``begin`` opens each refit, the wire binds and replays.
 
-    ``source`` is needed when the rank sends data of its own, ``sink`` when it stores any.
+    ``source`` is needed when the rank sends data of its own, ``sink`` when it stores any. With ``checksums`` every
+    message is summed after it was packed, and after it was stored; no wire has to know of it.
     """
 
     def __init__(
-        self, plan: Plan, program: Program, source: WeightSource | None = None, sink: WeightSink | None = None
+        self,
+        plan: Plan,
+        program: Program,
+        source: WeightSource | None = None,
+        sink: WeightSink | None = None,
+        *,
+        checksums: Checksums | None = None,
     ) -> None:
         self.plan, self.program, self.source, self.sink = plan, program, source, sink
+        self.checksums = checksums
         self.buckets: tuple[BoundBucket, ...] = ()
         self.memory: torch.Tensor | None = None
         """All staging of this rank, uint8; None when nothing is staged."""
         self.generation = 0
         """Grows at every bind; peers that read this rank's staging must then learn its layout anew."""
         self.stale = True
+        self.wire_bytes = 0
+        """Memory that the wire holds besides what it binds here."""
         self._staging: Staging | None = None
         self._pieces = Pieces(plan, program)
         self._arena: Arena | None = None
@@ -53,7 +64,7 @@ class Binding:
     def peak_extra_bytes(self) -> int:
         """Memory that refits take on this rank besides the weights: staging and whole tensors."""
         staged = 0 if self.memory is None else self.memory.numel()
-        return staged + (0 if self._arena is None else self._arena.nbytes)
+        return staged + (0 if self._arena is None else self._arena.nbytes) + self.wire_bytes
 
     def begin(self, version: int) -> None:
         """Open a refit on the source and the sink. Views are taken again at the next ``bind`` if either moved."""
@@ -61,6 +72,8 @@ class Binding:
             self.stale = True
         if self.sink is not None and self.sink.begin(version):
             self.stale = True
+        if self.checksums is not None:
+            self.checksums.begin()
 
     def bind(self, staging: Staging) -> None:
         """Take views and lay out staging; does nothing while neither the views nor ``staging`` changed. Memory is kept
@@ -101,11 +114,18 @@ class Binding:
             bound.fetch = Copies([run[a:b] for a, b in pairwise(starts)], list(segments))
             return
         bound.unpack = Copies()
-        for row in range(message.first, message.last):
+        rows = range(message.first, message.last)
+
+        def run_of(row: int) -> torch.Tensor:
+            offset = self._pieces.offset[row]
+            number = bisect_right(starts, offset, hi=len(segments)) - 1
+            return segments[number][offset - starts[number] :][: self._pieces.nbytes[row]]
+
+        for row in rows:
             if self._pieces.wanted[row]:
-                offset = self._pieces.offset[row]
-                number = bisect_right(starts, offset, hi=len(segments)) - 1
-                bound.unpack.add(self._target_view(row), self._typed(segments[number], offset - starts[number], row))
+                bound.unpack.add(self._target_view(row), self._typed(run_of(row), row))
+        if self.checksums is not None:
+            bound.unpack.then = self.checksums.take(rows, run_of)
 
     def _source_view(self, row: int) -> torch.Tensor:
         if self.source is None:
@@ -148,6 +168,8 @@ class Binding:
             recvs.append(self._bound_recv(index, message, layout, slot))
         sends = [self._bound_send(i, message, layout, slot, recv_of_row) for i, message in enumerate(bucket.sends)]
         pack = Copies([t for m in sends for t in m.pack.dst], [t for m in sends for t in m.pack.src])
+        if self.checksums is not None:
+            pack.then = self._sum_sends(bucket, sends, layout, slot)
         local, rows = Copies(), range(*bucket.local)
         for row in rows:
             local.add(self._target_view(row), self._source_view(row))
@@ -164,6 +186,8 @@ class Binding:
         for row in rows:
             if row in layout.staged and self._pieces.wanted[row]:
                 bound.unpack.add(layout.views[row], self._staged(row, layout, slot))
+        if self.checksums is not None and (relayed or not in_place):
+            bound.unpack.then = self.checksums.take(rows, lambda row: self._run(row, layout, slot))
         return bound
 
     def _bound_send(
@@ -177,6 +201,24 @@ class Binding:
         for row in layout.packed[index]:
             bound.pack.add(self._staged(row, layout, slot), layout.views[row])
         return bound
+
+    def _sum_sends(
+        self, bucket: BucketProgram, sends: Sequence[BoundMessage], layout: BucketLayout, slot: int
+    ) -> Callable[[], None] | None:
+        """Sums each message's own data once it is packed, data that several carry with the first. Returns what sums all
+        of the bucket, for wires that pack it at once."""
+        first_of: dict[tuple[int, int], int] = {}
+        for message, bound in zip(bucket.sends, sends, strict=True):
+            summed = []
+            for row in range(message.first, message.last):
+                if self._pieces.origin[row] < 0:
+                    where = self._run(row, layout, slot).data_ptr(), self._pieces.nbytes[row]
+                    if (first := first_of.setdefault(where, row)) == row:
+                        summed.append(row)
+                    else:
+                        self.checksums.same_as(row, first)
+            bound.pack.then = self.checksums.take(summed, lambda row: self._run(row, layout, slot))
+        return self.checksums.take(list(first_of.values()), lambda row: self._run(row, layout, slot))
 
     def _segments(self, rows: Sequence[int], layout: BucketLayout, slot: int) -> list[torch.Tensor]:
         """The bytes of ``rows`` in order, as few runs of memory as there are."""
@@ -200,9 +242,15 @@ class Binding:
         return segments
 
     def _staged(self, row: int, layout: BucketLayout, slot: int) -> torch.Tensor:
-        return self._typed(self.memory, slot + layout.staged[row], row)
+        return self._typed(self._run(row, layout, slot), row)
 
-    def _typed(self, memory: torch.Tensor, start: int, row: int) -> torch.Tensor:
-        """The bytes of a row at ``start`` of ``memory``, in its wire dtype and shape."""
-        raw = memory[start : start + self._pieces.nbytes[row]]
+    def _run(self, row: int, layout: BucketLayout, slot: int) -> torch.Tensor:
+        """The bytes of a row, live or staged."""
+        if row in layout.direct:
+            return layout.direct[row]
+        start = slot + layout.staged[row]
+        return self.memory[start : start + self._pieces.nbytes[row]]
+
+    def _typed(self, raw: torch.Tensor, row: int) -> torch.Tensor:
+        """The bytes of a row in its wire dtype and shape."""
         return raw.view(self._pieces.traits(row).wire).view(self._pieces.region(row).shape)

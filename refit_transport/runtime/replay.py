@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,8 @@ class Copies:
 
     dst: list[torch.Tensor] = field(default_factory=list)
     src: list[torch.Tensor] = field(default_factory=list)
+    then: Callable[[], None] | None = None
+    """Called once the copies are made, or at once when there are none."""
 
     def add(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         self.dst.append(dst)
@@ -23,6 +26,8 @@ class Copies:
     def run(self) -> None:
         if self.dst:
             torch._foreach_copy_(self.dst, self.src)
+        if self.then is not None:
+            self.then()
 
     def __len__(self) -> int:
         return len(self.dst)

@@ -5,7 +5,8 @@ The order of a session, the same on every rank:
   describe  trainers report what they hold, then inference ranks what they need
   plan      every rank plans for itself; digests are compared before the first byte
   connect   wires listen, exchange endpoints, connect
-  refit     begin -> transfer -> landed (all ranks) -> commit -> committed (all ranks); any number of times
+  refit     begin -> transfer -> landed (all ranks; with verify: checksums compared) -> commit -> committed (all ranks);
+            any number of times
 A failure on any rank ends the session on every rank with the same text.
 """
 
@@ -23,7 +24,9 @@ import torch
 
 from refit_transport.engines.base import WeightSink
 from refit_transport.planning import compile_program
+from refit_transport.planning.program import Program
 from refit_transport.runtime.binding import Binding
+from refit_transport.runtime.checksums import Checksums
 from refit_transport.trainers.base import WeightSource
 from refit_transport.transports.registry import get_transport
 from refit_transport.wires.base import Peer, Wire
@@ -35,6 +38,7 @@ from .errors import HandshakeError, RefitError
 from .hello import Hello, check_hellos, introduce, label
 from .report import RefitReport
 from .totals import Expected, RankTotals, check_counts, expected_of, merge_totals
+from .verification import VERIFY, compare
 
 log = logging.getLogger("refit_transport.refit")
 
@@ -63,6 +67,7 @@ class RefitMember:
         self._wire: Wire | None = None
         self._binding: Binding | None = None
         self._expected: Expected | None = None
+        self._checksums: Checksums | None = None
         self.agreement: Agreement | None = None
         self.state = EngineState.STALE
         self.version = -1
@@ -124,10 +129,19 @@ class RefitMember:
             self.agreement = agree_on_plan(self, hellos, transport, deadline)
             program = compile_program(self.agreement.plan, self.rank)
             self._expected = expected_of(program, self.agreement.whole)
-            self._binding = Binding(self.agreement.plan, program, source=self.source, sink=self.sink)
+            self._checksums = self._make_checksums(program)
+            self._binding = Binding(
+                self.agreement.plan, program, source=self.source, sink=self.sink, checksums=self._checksums
+            )
         with self._announced("connecting"):
             self._connect(hellos, deadline)
         self.exchange("ready", None, list[None], deadline)
+
+    def _make_checksums(self, program: Program) -> Checksums | None:
+        verify = self.options.get("verify") or "none"
+        if verify not in VERIFY:
+            raise ValueError(f"verify is {verify!r}; allowed: {', '.join(VERIFY)}")
+        return Checksums(program) if verify == "checksum" else None
 
     def _connect(self, hellos: Sequence[Hello], deadline: float) -> None:
         endpoints = self.exchange("endpoints", self._wire.listen(self.rank), list[dict[str, Any]], deadline)
@@ -190,9 +204,13 @@ class RefitMember:
         landed = time.monotonic()
         check_counts(stats, self._expected, f"{self.hello.role} rank {self.rank}")
         self.exchange("landed", None, list[None], deadline)
+        unchanged = self._checksums is not None and compare(self, self._checksums, deadline)
+        verified = time.monotonic()
         if self.sink is not None:
             self.sink.commit(version)
-        phases = {"transfer": landed - started, "commit": time.monotonic() - landed, **stats.seconds}
+        phases = {"transfer": landed - started, "commit": time.monotonic() - verified, **stats.seconds}
+        if self._checksums is not None:
+            phases["verify"] = self._checksums.seconds + verified - landed
         totals = RankTotals(
             role=self.hello.role,
             seconds=time.monotonic() - started,
@@ -201,15 +219,20 @@ class RefitMember:
             peak_extra_bytes=self._binding.peak_extra_bytes,
             phases=phases,
         )
-        report = self._report(version, self.exchange("committed", totals, list[RankTotals], deadline))
+        everyones = self.exchange("committed", totals, list[RankTotals], deadline)
+        report = self._report(version, everyones, self.version if unchanged else None)
         self.state, self.version = EngineState.FRESH, version
         if self.rank == 0:
-            log.info(report.line())
+            log.log(logging.WARNING if unchanged else logging.INFO, report.line())
         return report
 
-    def _report(self, version: int, totals: Sequence[RankTotals]) -> RefitReport:
+    def _report(self, version: int, totals: Sequence[RankTotals], unchanged_since: int | None) -> RefitReport:
         return merge_totals(
-            totals, version=version, transport=self.options.get("transport") or "gather_broadcast", wire=self._wire.name
+            totals,
+            version=version,
+            transport=self.options.get("transport") or "gather_broadcast",
+            wire=self._wire.name,
+            unchanged_since=unchanged_since,
         )
 
     def _abort(self) -> None:

@@ -25,6 +25,8 @@ class RefitReport:
     peak_extra_bytes: int = 0
     """Most staging memory that one rank used."""
     engine_ranks: int = 1
+    unchanged_since: int | None = None
+    """With ``verify: checksum``: the version before, when no byte that moved differs from it."""
 
     @property
     def bytes_by_path(self) -> dict[str, int]:
@@ -38,11 +40,12 @@ class RefitReport:
     def line(self) -> str:
         """The INFO line of a refit."""
         split = " ".join(f"{name}={seconds:.3f}s" for name, seconds in self.phases.items() if seconds >= 0.0005)
+        note = f" no weight changed since version {self.unchanged_since}" if self.unchanged_since is not None else ""
         return (
             f"refit version={self.version} transport={self.transport} wire={self.wire} {self.seconds:.3f}s "
             f"reshard={_size(self.bytes_reshard)} broadcast={_size(self.bytes_broadcast)} "
             f"network={_size(self.bytes_network)} domain={_size(self.bytes_domain)} "
-            f"{self.gb_per_second_per_rank:.3f} GB/s per inference rank [{split}]"
+            f"{self.gb_per_second_per_rank:.3f} GB/s per inference rank [{split}]{note}"
         )
 
 

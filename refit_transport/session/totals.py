@@ -71,7 +71,9 @@ def check_counts(stats: WireStats, expected: Expected, who: str) -> None:
                 raise RefitError(f"{who} {direction} {counted.get(link, 0)} bytes over {link}; its plan says {count}")
 
 
-def merge_totals(totals: Sequence[RankTotals], *, version: int, transport: str, wire: str) -> RefitReport:
+def merge_totals(
+    totals: Sequence[RankTotals], *, version: int, transport: str, wire: str, unchanged_since: int | None = None
+) -> RefitReport:
     """The report of all ranks: bytes summed over inference ranks, seconds as the maximum over ranks."""
     engines = [t for t in totals if t.role == "engine"]
     phases: dict[str, float] = {}
@@ -92,4 +94,5 @@ def merge_totals(totals: Sequence[RankTotals], *, version: int, transport: str, 
         messages=sum(t.messages for t in totals),
         peak_extra_bytes=max(t.peak_extra_bytes for t in totals),
         engine_ranks=len(engines),
+        unchanged_since=unchanged_since,
     )

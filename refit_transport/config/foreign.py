@@ -21,7 +21,7 @@ FOREIGN: dict[str, str] = {
     "policy.dtensor_cfg.lora_cfg": "adapters are not trained",
     "policy.megatron_cfg.peft": "adapters are not trained",
     "policy.megatron_cfg.fp8_cfg": "training in FP8 is not supported",
-    "policy.megatron_cfg.scheduler": "the learning rate is constant",
+    "policy.megatron_cfg.scheduler": "set policy.scheduler",
     "policy.megatron_cfg.moe_enable_deepep": "set policy.megatron_cfg.moe_token_dispatcher_type",
     "policy.megatron_cfg.model_overrides": "set policy.hf_config_overrides",
     "policy.megatron_cfg.env_vars": "set the environment of the command",

@@ -15,6 +15,9 @@ from refit_transport.config.setup import Setup
 from refit_transport.config.violation import Violation
 
 GENERATION = "policy.generation"
+MEGATRON = "policy.megatron_cfg"
+MEGATRON_TYPES = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3")
+"""By ``model_type``: what the Megatron trainer builds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +113,63 @@ UNSUPPORTED = (
         lambda s: s.algorithm == "ppo" and s.trainer == "megatron",
     ),
     Unsupported(
-        "megatron-trainer",
-        "running a recipe with the Megatron trainer",
-        "its layouts are planned, but no actor trains with Megatron-core",
+        "megatron-model",
+        "training a family that the Megatron trainer does not build",
+        "its layouts are planned, and a trainer of one's own can send it",
         "policy.megatron_cfg.enabled",
-        "false, with policy.dtensor_cfg.enabled: true; or plan it with refit-transport plan",
-        lambda s: s.trainer == "megatron",
+        f"false for this model; the Megatron trainer builds {', '.join(MEGATRON_TYPES)}",
+        lambda s: s.trainer == "megatron" and s.model is not None and s.model.model_type not in MEGATRON_TYPES,
         only_to_run=True,
+    ),
+    Unsupported(
+        "megatron-prediction-layers",
+        "training with the Megatron trainer and multi-token prediction",
+        "the policy loss does not train prediction layers",
+        f"{MEGATRON}.mtp_num_layers",
+        "0",
+        lambda s: s.trainer == "megatron" and s.get(f"{MEGATRON}.mtp_num_layers") > 0,
+        only_to_run=True,
+    ),
+    Unsupported(
+        "megatron-latent-attention-on-cpu",
+        "training DeepSeek-V3 with the Megatron trainer on CPU",
+        "latent attention needs TransformerEngine, which runs on GPUs",
+        "cluster.device",
+        "cuda for this model",
+        lambda s: (
+            s.trainer == "megatron"
+            and s.get("cluster.device") == "cpu"
+            and s.model is not None
+            and s.model.model_type == "deepseek_v3"
+        ),
+        only_to_run=True,
+    ),
+    Unsupported(
+        "megatron-experts-without-sequence-parallelism",
+        "Megatron trainer with experts and tensor parallelism, without sequence parallelism",
+        "Megatron-core refuses to train so",
+        f"{MEGATRON}.sequence_parallel",
+        "true",
+        lambda s: (
+            s.trainer == "megatron"
+            and s.tensor_parallel > 1
+            and s.model is not None
+            and s.model.experts > 0
+            and not s.get(f"{MEGATRON}.sequence_parallel")
+        ),
+        only_to_run=True,
+    ),
+    Unsupported(
+        "megatron-chunks-of-one-stage",
+        "Megatron trainer with a virtual pipeline of one stage",
+        "chunks interleave the stages of a pipeline",
+        f"{MEGATRON}.virtual_pipeline_model_parallel_size",
+        f"null with {MEGATRON}.pipeline_model_parallel_size 1",
+        lambda s: (
+            s.trainer == "megatron"
+            and s.get(f"{MEGATRON}.pipeline_model_parallel_size") == 1
+            and (s.get(f"{MEGATRON}.virtual_pipeline_model_parallel_size") or 1) > 1
+        ),
     ),
     Unsupported(
         "nccl-on-cpu",

@@ -50,7 +50,7 @@ def test_the_support_matrix_is_made_of_what_validation_refuses() -> None:
     assert all(row.combination in matrix for row in UNSUPPORTED)
     assert all(family.name in matrix for family in FAMILIES)
     assert "| Megatron | PPO | vLLM | [no](#ppo-megatron)" in matrix
-    assert "| Megatron | GRPO | vLLM | [plan only](#megatron-trainer)" in matrix
+    assert "| Megatron | GRPO | vLLM | yes | yes | yes |" in matrix
     assert "| DTensor | GRPO | vLLM | yes | yes | yes |" in matrix
 
 

@@ -95,7 +95,8 @@ def _megatron(prefix: str) -> Section:
         f"{prefix}.megatron_cfg",
         "Megatron trainer" + (" of the value model" if prefix == "value" else ""),
         "Megatron-core with tensor, pipeline, virtual pipeline and expert parallelism. The refit reads the layout from "
-        "the live model; these keys only build it.",
+        "the live model; these keys only build it. The learning rate follows "
+        "`policy.scheduler`; `policy.optimizer` is DTensor's.",
         Key("enabled", bool, False, "Use this trainer instead of DTensor."),
         Key("tensor_model_parallel_size", int, 1, "Tensor-parallel ranks.", minimum=1),
         Key("pipeline_model_parallel_size", int, 1, "Pipeline stages.", minimum=1),
@@ -115,6 +116,9 @@ def _megatron(prefix: str) -> Section:
         Key("mtp_num_layers", int, 0, "Multi-token-prediction layers.", minimum=0),
         Key("optimizer.lr", float, 5e-6 if prefix == "policy" else 2e-6, "Learning rate.", above=0),
         Key("optimizer.weight_decay", float, 0.01, "Weight decay.", minimum=0),
+        Key("optimizer.adam_beta1", float, 0.9, "Decay of Adam's mean of gradients.", minimum=0),
+        Key("optimizer.adam_beta2", float, 0.999, "Decay of Adam's mean of squared gradients.", minimum=0),
+        Key("optimizer.adam_eps", float, 1e-8, "Added to Adam's denominator.", above=0),
         Key("optimizer.use_distributed_optimizer", bool, True, "Shard the optimizer state."),
     )
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -44,6 +45,10 @@ class MegatronPolicyWorker:
         config: Mapping[str, Any],
         timeout_s: float = 600.0,
     ) -> None:
+        if find_spec("megatron") is None:
+            raise RuntimeError(
+                "policy.megatron_cfg.enabled: megatron-core is not installed; pip install 'refit-transport[megatron]'"
+            )
         self.config, self.rank = config, rank
         self.settings: Mapping[str, Any] = config["megatron_cfg"]
         self.device = rank_device(rank)

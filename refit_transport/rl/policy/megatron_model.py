@@ -9,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from refit_transport.config.support import MEGATRON_TYPES
 from refit_transport.rl.batch import round_up
 
 Facts = Mapping[str, Any]
 """Content of a checkpoint's ``config.json``, with transformers' defaults filled in."""
-
-MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3")
 
 
 def initialize_groups(settings: Mapping[str, Any]) -> None:
@@ -134,9 +133,9 @@ def transformer_config(facts: Facts, settings: Mapping[str, Any], dtype: torch.d
 
 def _check_family(facts: Facts) -> None:
     kind = facts["model_type"]
-    if kind not in MODEL_TYPES:
+    if kind not in MEGATRON_TYPES:
         raise ValueError(
-            f"policy.model_name: model_type {kind} has no Megatron trainer, allowed: {', '.join(MODEL_TYPES)}"
+            f"policy.model_name: model_type {kind} has no Megatron trainer, allowed: {', '.join(MEGATRON_TYPES)}"
         )
     rope = (facts.get("rope_parameters") or {}).get("rope_type", "default")
     if rope != "default":

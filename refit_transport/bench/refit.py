@@ -19,7 +19,7 @@ from .processes import Ranks
 from .worker import Timing, build
 from .workload import BenchTensor, tensors_of
 
-LEAD_SECONDS = 0.1
+LEAD_SECONDS = 0.25
 """From telling all ranks to start until they do: long enough for the message to reach every one."""
 
 

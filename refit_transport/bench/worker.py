@@ -43,15 +43,15 @@ class Worker:
         return self._context.sink.wrong(version)
 
     def publish(self, name: str) -> dict[str, Any]:
-        self._resident[name] = reset_peak_memory()
         self._methods[name] = make(name, self._context)
         return self._methods[name].publish()
 
     def connect(self, name: str, published: Mapping[int, dict[str, Any]]) -> None:
+        self._resident[name] = reset_peak_memory()
         self._methods[name].connect(published)
 
     def extra_memory(self, name: str) -> int:
-        """Bytes by which this process grew at most since ``publish(name)``."""
+        """Bytes by which this process grew at most since ``connect(name)``."""
         return peak_memory() - self._resident[name]
 
     def run(self, name: str, version: int, start: float) -> Timing:

@@ -61,6 +61,9 @@ class Planned:
         self._wire = make_wire("tcp", options)
 
     def publish(self) -> dict[str, Any]:
+        """Plans as well: what a plan takes is no memory of a refit."""
+        self._plan = plan_of(self._name, self._context.config, self._context.tensors)
+        self._program = compile_program(self._plan, self._context.rank)
         return {
             "role": "engine" if self._is_engine else "trainer",
             "pid": os.getpid(),
@@ -69,12 +72,12 @@ class Planned:
 
     def connect(self, published: Mapping[int, dict[str, Any]]) -> None:
         context = self._context
-        plan = plan_of(self._name, context.config, context.tensors)
+        plan = self._plan
         source, sink = context.source, context.sink
         self._sink = TensorSink(sink.held()) if sink.tensors else None
         self._binding = Binding(
             plan,
-            compile_program(plan, context.rank),
+            self._program,
             source=TensorSource(source.shapes, source.held()) if source.tensors else None,
             sink=self._sink,
         )

@@ -13,6 +13,8 @@ from threading import Thread
 
 import torch.distributed as dist
 
+LINGER_SECONDS = 3.0
+"""How long the host of the store keeps it open after it gave up itself."""
 _SECONDS = 1.2
 """Ranks share a deadline, so those that are alive speak up within a moment of each other."""
 _POLL = 0.05

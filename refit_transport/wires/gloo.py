@@ -19,15 +19,12 @@ from refit_transport.runtime.replay import BoundMessage
 from refit_transport.runtime.staging import Staging
 
 from .base import Peer, WireError, WireStats
-from .blame import Register
+from .blame import LINGER_SECONDS, Register
 from .cuts import cut
-from .helper_thread import HelperThread, Interrupted, heard
+from .helper_thread import NEWS_SECONDS, HelperThread, Interrupted, heard
 from .lockstep import Part, hops_of, run_lockstep
 from .message_cuts import Cuts, exchange_cuts
 from .rendezvous import Meeting, address_of
-
-_NEWS_SECONDS = 1.0
-"""How long a broken connection waits for its cause to be told."""
 
 
 class GlooWire:
@@ -49,6 +46,7 @@ class GlooWire:
         self._rank = -1
         self._staging = Staging(direct_bytes=None)
         self._bound: Binding | None = None
+        self._gave_up = False
         self._cuts: Cuts = {}
         self._helper = HelperThread("refit-gloo")
 
@@ -101,7 +99,7 @@ class GlooWire:
         if self._group is not None:
             self._group.abort()
         self._helper.close()
-        self._meeting.close()
+        self._meeting.close(LINGER_SECONDS if self._gave_up else 0.0)
         self._group = self._bound = None
 
 
@@ -153,6 +151,7 @@ class _Operations:
             raise self._broken(error, posted) from error
 
     def _late(self, posted: _Posted | None, cause: str) -> WireError:
+        self._wire._gave_up = True
         culprit = self._register.culprit(posted.awaited()) if posted is not None else None
         return self._error(("waiting for", culprit) if culprit is not None else posted and posted.now, cause)
 
@@ -161,7 +160,7 @@ class _Operations:
         last words."""
         if posted is not None:
             self._register.give_up(posted.awaited())
-        news = heard(self._failed, _NEWS_SECONDS)
+        news = heard(self._failed, NEWS_SECONDS)
         return WireError(news, phase="exchange") if news else self._late(posted, str(error).splitlines()[0])
 
     def _error(self, where: tuple[str, int] | None, cause: str) -> WireError:

@@ -12,6 +12,8 @@ Result = TypeVar("Result")
 
 POLL = 0.05
 """Seconds between two looks at ``failed`` while a call is in progress."""
+NEWS_SECONDS = 1.0
+"""How long a broken connection waits for its cause to be told."""
 
 
 class Interrupted(Exception):

@@ -21,9 +21,9 @@ from refit_transport.runtime.replay import BoundMessage
 from refit_transport.runtime.staging import Staging
 
 from .base import Peer, WireError, WireStats
-from .blame import Register
+from .blame import LINGER_SECONDS, Register
 from .cuts import cut
-from .helper_thread import HelperThread, Interrupted, heard
+from .helper_thread import NEWS_SECONDS, HelperThread, Interrupted, heard
 from .lockstep import Part, hops_of, run_lockstep
 from .message_cuts import Cuts, exchange_cuts
 from .nccl_group import GroupMaker, make_group
@@ -34,9 +34,7 @@ from .watch import Watch
 log = logging.getLogger("refit_transport")
 
 _POLL = 0.002
-_NEWS_SECONDS = 1.0
-"""How long a broken connection waits for its cause to be told."""
-_ABORT_SECONDS = 5.0
+_ABORT_SECONDS = 0.5
 """``abort`` frees NCCL's kernels within milliseconds; longer, and it goes on behind the caller's back."""
 
 
@@ -55,6 +53,7 @@ class NcclWire:
         self._make_group = group_maker
         self._queue = queue or CudaQueue()
         self._group: dist.ProcessGroupNCCL | None = None
+        self._released = False
         self._peers: dict[int, Peer] = {}
         self._rank = -1
         self._staging = Staging(allocate=self._queue.memory, arena=self._queue.memory, direct_bytes=None)
@@ -91,7 +90,7 @@ class NcclWire:
         """See ``Wire.run``."""
         if self._group is None:
             raise WireError("NCCL: the wire is not connected", phase="run")
-        with Watch(failed, deadline, self._release) as watch:
+        with Watch(failed, deadline, self.release) as watch:
             return self.exchange(binding, version, deadline, watch)
 
     def exchange(self, binding: Binding, version: int, deadline: float, watch: Watch) -> WireStats:
@@ -115,15 +114,17 @@ class NcclWire:
         """Where the ranks of this membership exchange plain data, under ``prefix``."""
         return dist.PrefixStore(prefix, self._meeting.store(tuple(self._peers.values()), deadline))
 
-    def _release(self) -> None:
-        if self._group is not None:
+    def release(self) -> None:
+        """Abort what is under way, from any thread."""
+        if self._group is not None and not self._released:
+            self._released = True
             abort_in_background(self._group.abort)
 
-    def close(self) -> None:
+    def close(self, lingering: bool = False) -> None:
         """Abort the communicator: the only way out of a kernel that waits for a peer that is gone."""
-        self._release()
+        self.release()
         self._helper.close()
-        self._meeting.close()
+        self._meeting.close(LINGER_SECONDS if lingering else 0.0)
         self._group = self._bound = None
 
 
@@ -187,7 +188,7 @@ class _Groups:
             self._wire.close()
             raise
         except RuntimeError as error:
-            raise self._failure(heard(self._watch.news, _NEWS_SECONDS), str(error).splitlines()[0]) from error
+            raise self._failure(heard(self._watch.news, NEWS_SECONDS), str(error).splitlines()[0]) from error
 
     def drain(self) -> None:
         """Wait for the end of the refit by looking: a wait could not be left when a peer is lost."""
@@ -206,7 +207,7 @@ class _Groups:
         while self._works and self._works[0][0].is_completed():
             error = self._works[0][0].exception()
             if error is not None:
-                raise self._failure(heard(self._watch.news, _NEWS_SECONDS), str(error).splitlines()[0])
+                raise self._failure(heard(self._watch.news, NEWS_SECONDS), str(error).splitlines()[0])
             self._works.pop(0)
 
     def _failure(self, news: str | None, cause: str) -> WireError:
@@ -214,7 +215,7 @@ class _Groups:
         self._register.give_up(waits_for)
         if news is None:
             culprit = self._register.culprit(waits_for)
-        self._wire.close()
+        self._wire.close(lingering=True)
         if news is not None:
             return WireError(news, phase="exchange")
         named = sorted(waits_for) if culprit is None else [culprit]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from threading import Timer
 
 import torch.distributed as dist
 
@@ -17,6 +18,7 @@ class Meeting:
     def __init__(self, interface: str | None = None) -> None:
         self._interface = interface
         self._store: dist.TCPStore | None = None
+        self._hosts = False
 
     def host(self, rank: int) -> dict[str, object]:
         """What this rank publishes: on rank 0 the address of the store, which is up from now on."""
@@ -24,6 +26,7 @@ class Meeting:
             return {}
         host = address_of(self._interface)
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._hosts = True
         return {"host": host, "port": self._store.port}
 
     def store(self, peers: Sequence[Peer], deadline: float) -> dist.Store:
@@ -37,7 +40,13 @@ class Meeting:
                 raise WireError(f"no store at {root}: {error}", peer=root.rank, phase="connect") from error
         return dist.PrefixStore(root.incarnation, self._store)
 
-    def close(self) -> None:
+    def close(self, after: float = 0.0) -> None:
+        """Leave the store. With ``after`` the host keeps it open for so many seconds: the other ranks still look there
+        for who held up the refit."""
+        if self._hosts and after:
+            keep = Timer(after, lambda store: None, [self._store])
+            keep.daemon = True
+            keep.start()
         self._store = None
 
 

@@ -2,8 +2,8 @@
 
 It is not NCCL: it proves that the wire keeps the rules that are checked here, and nothing about speed or about NCCL
 itself. Checked are: groups are opened and closed; tensors are contiguous, non-empty and uint8; both ends of a call
-agree on its size; calls of a pair match in order; a rank's groups run one after the other in the order of posting (so that
-an order which differs between ranks hangs, as it would with NCCL); what is sent does not change until its group is
+agree on its size; calls of a pair match in order; a rank's groups run one after the other in the order of posting (so
+that an order which differs between ranks hangs, as it would with NCCL); what is sent does not change until its group is
 through; what is received is not there before its group was waited for.
 """
 

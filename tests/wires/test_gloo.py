@@ -76,6 +76,8 @@ def failing(stop: int, last: int = 3):
             until = time.monotonic() + 10
             while time.monotonic() < until and any(t.name == "refit-gloo" for t in threading.enumerate()):
                 time.sleep(0.02)
+            if stop == signal.SIGSTOP:
+                rank.barrier()  # rank 0 hosts the store in which the others look
             return took, str(error), error.phase, [t.name for t in threading.enumerate() if t.name == "refit-gloo"]
         return None
 
@@ -111,7 +113,8 @@ def test_a_stopped_peer_is_named_when_the_deadline_passes() -> None:
     with Ranks(failing(signal.SIGSTOP), LARGE.domains, 2) as ranks:
         ranks.exchange_endpoints()
         ranks.expect(3, "here")
-        for took, text, phase, left in ranks.results([0, 1]).values():
+        ranks.barrier([0, 1, 2])
+        for took, text, phase, left in ranks.results([0, 1, 2]).values():
             assert 1.5 < took < 4.0
             assert "engine rank 3" in text and phase == "exchange"
             assert left == []

@@ -13,14 +13,18 @@ import pytest
 import torch
 from forked_wires import Rank, Ranks
 from nccl_stand_in import Group, HostQueue, RuleBroken, nccl_wire, wait_until
-from refit_cases import Case, bound_rank
-from small_cases import CASES, join, run_refits
+from refit_cases import Case, Tensor, bound_rank, everything, rows
+from small_cases import CASES, TWO_DOMAINS, WIDE, E, T, join, run_refits
 
 from refit_transport.wires.base import Peer, WireError
 from refit_transport.wires.nccl import NcclWire
 from refit_transport.wires.select import make_wire
 
-HOPS = CASES["once per domain: the second hop forwards"]
+HOPS = Case(
+    tuple(Tensor(f"w{i}", WIDE, rows(WIDE, T), everything(WIDE, E)) for i in range(16)),
+    TWO_DOMAINS,
+    {"bucket_bytes": 4_000},
+)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -56,6 +60,8 @@ def losing(last: int, stop: int, seconds: float):
         except WireError as error:
             took = time.monotonic() - started
             alive = not wait_until(lambda: all(t.name != "refit-nccl" for t in threading.enumerate()), 5)
+            if stop == signal.SIGSTOP:
+                rank.barrier()  # rank 0 hosts the store in which the others look
             return took, str(error), error.phase, group.aborted.is_set(), alive
         return None
 
@@ -77,6 +83,7 @@ def test_a_stopped_peer_ends_in_an_error_at_the_deadline_that_names_it() -> None
     with Ranks(losing(3, signal.SIGSTOP, 1.0), HOPS.domains, 2) as ranks:
         ranks.exchange_endpoints()
         ranks.expect(3, "here")
+        ranks.barrier([0, 1, 2])
         for took, text, phase, aborted, alive in ranks.results([0, 1, 2]).values():
             assert 1.0 <= took < 4.0
             assert "engine rank 3" in text and phase == "exchange" and aborted and not alive

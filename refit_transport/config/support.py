@@ -131,6 +131,15 @@ UNSUPPORTED = (
         only_to_run=True,
     ),
     Unsupported(
+        "megatron-float16",
+        "Megatron trainer in `float16`",
+        "steps that a loss scale skips are not part of the training loop",
+        "policy.precision",
+        "bfloat16 or float32",
+        lambda s: s.trainer == "megatron" and s.get("policy.precision") == "float16",
+        only_to_run=True,
+    ),
+    Unsupported(
         "megatron-latent-attention-on-cpu",
         "training DeepSeek-V3 with the Megatron trainer on CPU",
         "latent attention needs TransformerEngine, which runs on GPUs",

@@ -49,14 +49,19 @@ def split_conv1d_scan(
 @contextmanager
 def mamba_in_torch() -> Iterator[None]:
     """Models with Mamba layers are built and run inside."""
-    from megatron.core.ssm import mamba_block, mamba_mixer
+    from megatron.core.ssm import mamba_mixer
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    try:
+        from megatron.core.models.hybrid import hybrid_block as block
+    except ImportError:  # before 0.19
+        from megatron.core.ssm import mamba_block as block
 
     with (
         patch.object(mamba_mixer, "HAVE_MAMBA_SSM", True),
         patch.object(mamba_mixer, "RMSNormGated", GroupedRMSNorm, create=True),
         patch.object(mamba_mixer, "ExtendedRMSNorm", GroupedRMSNorm, create=True),
         patch.object(mamba_mixer, "mamba_split_conv1d_scan_combined", split_conv1d_scan, create=True),
-        patch.object(mamba_block, "TENorm", WrappedTorchNorm),
+        patch.object(block, "TENorm", WrappedTorchNorm),
     ):
         yield

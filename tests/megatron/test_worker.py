@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 
 import pytest
@@ -10,7 +11,10 @@ import torch.distributed as dist
 
 from refit_transport.engines.tensors import TensorSink
 from refit_transport.layout.region import Region
+from refit_transport.rl.policy.megatron_cpu import on_cpu
+from refit_transport.rl.policy.megatron_model import build_chunks, initialize_groups
 from refit_transport.session.member import RefitMember
+from refit_transport.trainers.megatron import MegatronSource
 from tests.megatron.cases import Case, cut
 from tests.megatron.steps import LOSS, ROWS, make_batch, make_worker, stored
 from tests.models import read_checkpoint
@@ -136,6 +140,53 @@ def test_models_without_a_megatron_trainer_are_refused(tmp_path, case, message):
 
     case.checkpoint(tmp_path)
     run_ranks(1, rank_body)
+
+
+def test_float16_is_refused(checkpoints):
+    def rank_body(rank):
+        with pytest.raises(ValueError, match="got float16 with the Megatron trainer"):
+            make_worker(rank, Case("qwen3", 1, cut()), path_of(checkpoints, DENSE), precision="float16")
+
+    run_ranks(1, rank_body)
+
+
+def test_nothing_stands_in_for_a_gpu_that_is_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match="this machine has a CUDA device"), on_cpu():
+        pass
+
+
+def test_stand_ins_for_cuda_end_with_the_call():
+    before = torch.cuda.current_device, torch.cuda.Stream, dist.all_gather
+    with on_cpu():
+        assert torch.ones(2, device="cuda").device.type == "cpu"
+    assert before == (torch.cuda.current_device, torch.cuda.Stream, dist.all_gather)
+
+
+def test_a_refit_waits_for_parameters_that_are_gathered_late(checkpoints):
+    """The distributed optimizer leaves each rank with its own share of the new weights until they are gathered."""
+    path = path_of(checkpoints, DENSE)
+
+    def rank_body(rank):
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        facts = json.loads((path / "config.json").read_text())
+        with on_cpu():
+            initialize_groups(cut())
+            (bare,) = build_chunks(facts, cut(), torch.float32, 64)
+            options = DistributedDataParallelConfig(
+                overlap_grad_reduce=True, overlap_param_gather=True, use_distributed_optimizer=True
+            )
+            model = DistributedDataParallel(bare.config, options, bare)
+            source = MegatronSource(model, facts)
+            for buffer in model.buffers:
+                buffer.param_data.fill_(torch.nan)
+                buffer.param_data.chunk(2)[rank].fill_(rank + 1.0)
+            source.refresh()
+        held = [source.view(name, region) for name, regions in source.holdings().items() for region in regions]
+        return torch.cat([view.reshape(-1) for view in held]).unique().tolist()
+
+    assert run_ranks(2, rank_body) == [[1.0, 2.0]] * 2
 
 
 class Column:

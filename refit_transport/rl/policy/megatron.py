@@ -68,6 +68,9 @@ class MegatronPolicyWorker:
                 f"policy.megatron_cfg.mtp_num_layers: got {self.settings['mtp_num_layers']}, allowed 0: the policy "
                 "loss does not train multi-token prediction"
             )
+        precision = self.config.get("precision") or "float32"
+        if precision == "float16":
+            raise ValueError("policy.precision: got float16 with the Megatron trainer, allowed float32, bfloat16")
         initialize_groups(self.settings)
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self._dp_size = parallel_state.get_data_parallel_world_size()
@@ -80,9 +83,8 @@ class MegatronPolicyWorker:
         self.tp_rank: int = behind * self._tp_size + tensor
         """0 on the one rank of a model replica whose outputs count: the first of the last pipeline stage."""
         self._facts = _checkpoint_facts(self.config)
-        dtype = DTYPES[self.config.get("precision") or "float32"]
         longest = int(self.config.get("max_total_sequence_length") or 512)
-        bare = build_chunks(self._facts, self.settings, dtype, longest)
+        bare = build_chunks(self._facts, self.settings, DTYPES[precision], longest)
         for parameter in (p for chunk in bare for p in chunk.parameters()):
             parameter.data.zero_()  # the rows that pad the vocabulary are in no checkpoint
         self.chunks: list[nn.Module] = data_parallel(bare, self.settings)

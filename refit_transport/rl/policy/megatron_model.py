@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def build_chunks(facts: Facts, settings: Mapping[str, Any], dtype: torch.dtype, 
     from megatron.core.models.gpt import GPTModel
 
     config = transformer_config(facts, settings, dtype)
-    transformer_engine = torch.cuda.is_available()
+    transformer_engine = has_transformer_engine()
     chunks = []
     for stage in range(_virtual_stages(settings) or 1):
         virtual = stage if _virtual_stages(settings) else None
@@ -69,6 +70,11 @@ def build_chunks(facts: Facts, settings: Mapping[str, Any], dtype: torch.dtype, 
             )
         )
     return chunks
+
+
+def has_transformer_engine() -> bool:
+    """Whether its layers are used. Megatron's own have no latent attention and, on GPUs, no sequence parallelism."""
+    return torch.cuda.is_available() and find_spec("transformer_engine") is not None
 
 
 def _specs(config: Any, transformer_engine: bool, stage: int | None) -> tuple[Any, Any]:
@@ -109,7 +115,6 @@ def transformer_config(facts: Facts, settings: Mapping[str, Any], dtype: torch.d
         attention_softmax_in_fp32=True,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        fp16=dtype == torch.float16,
         pipeline_dtype=dtype if stages > 1 else None,
         # In one batch, the messages of an interleaved schedule between two stages could be taken for each other.
         overlap_p2p_comm=_virtual_stages(settings) is not None,
@@ -183,7 +188,7 @@ def _expert_fields(facts: Facts, settings: Mapping[str, Any]) -> dict[str, Any]:
         moe_aux_loss_coeff=0.0,
         moe_router_dtype="fp32",
         moe_router_pre_softmax=facts.get("norm_topk_prob") is False,
-        moe_grouped_gemm=torch.cuda.is_available(),
+        moe_grouped_gemm=has_transformer_engine(),
         moe_layer_freq=_expert_layers(facts),
     )
     if facts["model_type"] == "qwen2_moe":

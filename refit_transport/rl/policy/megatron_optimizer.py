@@ -12,7 +12,7 @@ from refit_transport.rl.policy.optimizer import build_scheduler
 
 
 def data_parallel(chunks: Sequence[nn.Module], settings: Mapping[str, Any]) -> list[nn.Module]:
-    """The chunks inside Float16Module (16-bit precisions) and Megatron's DistributedDataParallel."""
+    """The chunks inside Float16Module (bfloat16) and Megatron's DistributedDataParallel."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 
@@ -23,7 +23,7 @@ def data_parallel(chunks: Sequence[nn.Module], settings: Mapping[str, Any]) -> l
         use_distributed_optimizer=_distributed(settings),
         overlap_param_gather=False,
     )
-    if config.bf16 or config.fp16:
+    if config.bf16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     return [
         DistributedDataParallel(config, options, chunk, disable_bucketing=number > 0)
@@ -49,7 +49,6 @@ def build_optimizer(chunks: Sequence[nn.Module], settings: Mapping[str, Any], ma
             adam_eps=float(chosen.get("adam_eps", 1e-8)),
             clip_grad=float("inf") if max_norm is None else float(max_norm),
             bf16=config.bf16,
-            fp16=config.fp16,
             params_dtype=config.params_dtype,
             use_distributed_optimizer=_distributed(settings),
         ),

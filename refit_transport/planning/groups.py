@@ -36,6 +36,15 @@ class GroupSpec:
         return ITEMSIZE[self.wire_dtype]
 
 
+_HOLDS = {
+    "float64": FLOATS,
+    "float32": ("float32", "bfloat16", "float16"),
+    "bfloat16": ("bfloat16",),
+    "float16": ("float16",),
+}
+"""The floating dtypes whose every value a dtype can hold."""
+
+
 def travel_order(parameters: Iterable[LogicalParameter]) -> tuple[LogicalParameter, ...]:
     """By name with numbers compared as numbers, so that layer 2 comes before layer 10."""
 
@@ -48,7 +57,9 @@ def travel_order(parameters: Iterable[LogicalParameter]) -> tuple[LogicalParamet
 
 
 def wire_dtype(name: str, source: str, sink: str, option: str) -> str:
-    """Raises PlanError for a conversion that is not between floating dtypes."""
+    """The dtype in which a tensor travels. ``option`` forces one, but never one that would lose bits that both sides
+    have: then the tensor travels as under ``auto``. Raises PlanError for a conversion that is not between floating
+    dtypes."""
     if source == sink and (option == "auto" or source not in FLOATS):
         return source
     for dtype in (source, sink):
@@ -57,10 +68,10 @@ def wire_dtype(name: str, source: str, sink: str, option: str) -> str:
                 f"{name}: trainers hold {source}, inference ranks need {sink}; only {', '.join(FLOATS)} are converted. "
                 "Store it in the same dtype on both sides"
             )
-    if option == "auto":
-        return source if ITEMSIZE[source] < ITEMSIZE[sink] else sink
-    if option not in FLOATS:
+    if option != "auto" and option not in FLOATS:
         raise PlanError(f"wire_dtype {option!r}: allowed are auto, {', '.join(FLOATS)}")
+    if option == "auto" or not {source, sink} & set(_HOLDS[option]):
+        return source if ITEMSIZE[source] < ITEMSIZE[sink] else sink
     return option
 
 

@@ -52,7 +52,8 @@ class PlanOptions:
     """``single``: whole tensors are gathered on the lowest trainer rank, which broadcasts them. ``every``: each trainer
     rank is the root of the part it holds, so that all trainer links share the work."""
     wire_dtype: str = "auto"
-    """``auto`` (the side where fewer bytes cross casts), or a dtype name that every floating tensor travels in."""
+    """``auto`` (the side where fewer bytes cross casts), or a dtype name that floating tensors travel in, save those of
+    which both sides hold more than it can."""
 
 
 @dataclass(frozen=True, slots=True)

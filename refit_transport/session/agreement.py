@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from refit_transport.layout.describe import Holding, describe
 from refit_transport.layout.layout import LogicalParameter
 from refit_transport.planning import plan_refit
+from refit_transport.planning.groups import FLOATS
 from refit_transport.planning.plan import Plan, Route
+from refit_transport.quantization.formats import check_cuts, format_named
 from refit_transport.transports.base import Transport
 
 from .errors import HandshakeError
@@ -47,6 +49,9 @@ class PlanSummary:
     unused: tuple[str, ...]
     """Tensors that no inference rank needs."""
     reasons: dict[str, str]
+    kept_wide: dict[str, str] = field(default_factory=dict)
+    """Tensors that both sides hold in a wider dtype than the option ``wire_dtype`` forces, and the dtype in which they
+    travel instead."""
 
     def line(self) -> str:
         text = (
@@ -55,6 +60,8 @@ class PlanSummary:
         )
         if self.unused:
             text += f"; not needed by any engine: {_some(self.unused)}"
+        if self.kept_wide:
+            text += f"; wider on both sides than wire_dtype: {_some([f'{n} ({d})' for n, d in self.kept_wide.items()])}"
         if self.reasons:
             text += f"; asked to go directly but loaded whole: {_some([f'{n} ({w})' for n, w in self.reasons.items()])}"
         return text
@@ -75,6 +82,12 @@ def summarise_plan(agreement: Agreement) -> PlanSummary:
         broadcast=len(members[Route.BROADCAST]),
         unused=tuple(plan.unused),
         reasons=agreement.reasons,
+        kept_wide={
+            plan.parameters[member].name: group.wire_dtype
+            for group in plan.groups
+            if group.wire_dtype in FLOATS and plan.options.wire_dtype not in ("auto", group.wire_dtype)
+            for member in group.members
+        },
     )
 
 
@@ -104,7 +117,10 @@ def _needed(member: RefitMember, parameters: list[LogicalParameter], transport: 
     if member.sink is None:
         return EMPTY
     direct = transport.direct_names(parameters, member.options)
-    return report_sink(member.sink.describe(parameters, direct), parameters)
+    description = member.sink.describe(parameters, direct)
+    if form := format_named(member.options.get("quantize")):
+        check_cuts(form, parameters, description.direct)
+    return report_sink(description, parameters)
 
 
 def _holdings(report: SideReport) -> list[Holding]:

@@ -25,6 +25,8 @@ import torch
 from refit_transport.engines.base import WeightSink
 from refit_transport.planning import compile_program
 from refit_transport.planning.program import Program
+from refit_transport.quantization.formats import format_named
+from refit_transport.quantization.source import QuantizedSource
 from refit_transport.runtime.binding import Binding
 from refit_transport.runtime.checksums import Checksums
 from refit_transport.trainers.base import WeightSource
@@ -104,6 +106,8 @@ class RefitMember:
             if client.options.get("domains") == "rank":
                 domain = f"rank {rank}"
             hello = introduce(rank, role, wire=chosen.name, device=_device(), domain=domain, labels=labels or {})
+            if source is not None and (form := format_named(client.options.get("quantize"))):
+                source = QuantizedSource(source, form)
             member = cls(client, hello, source, sink)
             member._wire = chosen
             timeout = timeout or float(client.options.get("timeout_s", DEFAULT_TIMEOUT))

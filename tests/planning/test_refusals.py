@@ -75,12 +75,16 @@ def test_an_unknown_option_value_is_refused_with_the_allowed_ones(option: str) -
         ("bfloat16", "float32", "auto", "bfloat16"),
         ("float32", "float32", "auto", "float32"),
         ("bfloat16", "float16", "auto", "float16"),
-        ("float32", "float32", "bfloat16", "bfloat16"),
+        ("float32", "bfloat16", "float32", "float32"),
+        ("float32", "float32", "bfloat16", "float32"),
+        ("float64", "float32", "bfloat16", "float32"),
+        ("bfloat16", "bfloat16", "float16", "bfloat16"),
+        ("bfloat16", "bfloat16", "float32", "float32"),
         ("int64", "int64", "bfloat16", "int64"),
         ("float8_e4m3fn", "float8_e4m3fn", "bfloat16", "float8_e4m3fn"),
     ],
 )
-def test_tensors_travel_in_the_smaller_dtype_and_are_cast_only_if_they_must(
+def test_tensors_travel_in_the_smaller_dtype_and_lose_no_bits_that_both_sides_have(
     source: str, sink: str, option: str, wire: str
 ) -> None:
     assert wire_dtype("w", source, sink, option) == wire

@@ -112,7 +112,8 @@ def _carriage(*wires: str) -> tuple[Key, ...]:
             "wire_dtype",
             str,
             "auto",
-            "dtype in which floating tensors travel. `auto` casts on the side where fewer bytes cross.",
+            "dtype in which floating tensors travel. `auto` casts on the side where fewer bytes cross. A forced dtype "
+            "never narrows a tensor of which both sides hold more: FP32 buffers stay FP32, and the plan names them.",
             choices=CASTS,
         ),
         Key(
@@ -126,7 +127,9 @@ def _carriage(*wires: str) -> tuple[Key, ...]:
             "verify",
             str,
             "none",
-            "`checksum` compares a sum of every region at both ends after each refit.",
+            "`checksum` sums every region before it is sent and after it is stored, and compares both before engines "
+            "commit: a changed bit fails the refit on every rank, naming parameter, region and ranks. It also says "
+            "when no weight changed since the version before. See [Numbers](numbers.md#verification).",
             choices=("none", "checksum"),
         ),
         Key(
@@ -161,6 +164,14 @@ REFIT = (
             "Forward a copy from domain to domain instead of sending it again: when it lowers the bottleneck, or by "
             "force.",
             choices=("auto", "never", "always"),
+        ),
+        Key(
+            "quantize",
+            str,
+            "none",
+            "Linear weights leave the trainers in FP8 with their scales, for an engine that holds them so: "
+            "`fp8_blockwise` in blocks of 128 x 128, `mxfp8` in blocks of 1 x 32. See [Numbers](numbers.md#fp8).",
+            choices=("none", "fp8_blockwise", "mxfp8"),
         ),
     ),
     section(

@@ -51,9 +51,17 @@ class Pieces:
         return Region(tuple(self._start[row][:dims]), tuple(self._stop[row][:dims]))
 
     def source_view(self, source: WeightSource, row: int) -> torch.Tensor:
-        """The trainer's live tensor for a row. Raises ValueError when it has another shape or dtype than planned."""
+        """The trainer's live tensor for a row. Raises ValueError when it has another shape or dtype than planned, or is
+        gone."""
         traits, region = self.traits(row), self.region(row)
-        return self._checked(source.view(traits.name, region), traits, region, traits.src)
+        try:
+            view = source.view(traits.name, region)
+        except KeyError as error:
+            raise ValueError(
+                f"{traits.name} {region} on rank {self.rank}: planned, but the trainer holds nothing of it now; bring "
+                "offloaded parameters back before a refit, or describe the rank again and make a new plan"
+            ) from error
+        return self._checked(view, traits, region, traits.src)
 
     def sink_view(self, sink: WeightSink, row: int) -> torch.Tensor:
         """The engine's live tensor for a row. Raises ValueError as ``source_view`` does."""

@@ -213,10 +213,10 @@ class Binding:
             for row in range(message.first, message.last):
                 if self._pieces.origin[row] < 0:
                     where = self._run(row, layout, slot).data_ptr(), self._pieces.nbytes[row]
-                    if (first := first_of.setdefault(where, row)) == row:
+                    first = first_of.setdefault(where, row)
+                    self.checksums.same_as(row, first)
+                    if first == row:
                         summed.append(row)
-                    else:
-                        self.checksums.same_as(row, first)
             bound.pack.then = self.checksums.take(summed, lambda row: self._run(row, layout, slot))
         return self.checksums.take(list(first_of.values()), lambda row: self._run(row, layout, slot))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ class ByteSum:
 
     def __init__(self) -> None:
         self._folded = np.empty(BLOCK, np.int64)
-        self._tables: dict[torch.device, torch.Tensor] = {}
+        self._tables: dict[tuple[torch.device, int, int], torch.Tensor] = {}
 
     def __call__(self, run: torch.Tensor) -> int | torch.Tensor:
         """An integer below 2^64 for host memory, else an int64 scalar on the tensor's device, not waited for."""
@@ -55,23 +55,26 @@ class ByteSum:
         return total & _MASK
 
     def on_device(self, run: torch.Tensor) -> torch.Tensor:
-        weights = self._table(run.device)
+        weights = self._table(run.device, 0, 0)
         total = torch.full((), run.numel(), dtype=torch.int64, device=run.device)
         for number, chunk in enumerate(run.split(_CHUNK * 8)):
-            blocks = -(-chunk.numel() // (BLOCK * 8))
-            words = torch.zeros(blocks * BLOCK * 8, dtype=torch.uint8, device=run.device)
+            count = -(-chunk.numel() // 8)
+            blocks, width = max(1, -(-count // BLOCK)), min(count, BLOCK)
+            words = torch.zeros(blocks * width * 8, dtype=torch.uint8, device=run.device)
             words[: chunk.numel()].copy_(chunk)
-            words = words.view(torch.int64).view(blocks, BLOCK)
-            sums = ((words ^ (words >> 32)) * weights).sum(1)
-            first = number * (_CHUNK // BLOCK)
-            factors = [_signed(pow(_STEP, first + block, 1 << 64)) for block in range(blocks)]
-            total += (sums * torch.tensor(factors, dtype=torch.int64, device=run.device)).sum()
+            words = words.view(torch.int64).view(blocks, width)
+            sums = ((words ^ (words >> 32)) * weights[:width]).sum(1)
+            total += (sums * self._table(run.device, number * (_CHUNK // BLOCK), blocks)).sum()
         return total
 
-    def _table(self, device: torch.device) -> torch.Tensor:
-        if device not in self._tables:
-            self._tables[device] = torch.from_numpy(_WEIGHTS).to(device)
-        return self._tables[device]
+    def _table(self, device: torch.device, first: int, blocks: int) -> torch.Tensor:
+        """int64 on ``device``: the factors of ``blocks`` blocks from ``first`` on, or without blocks the weights."""
+        key = device, first, blocks
+        if key not in self._tables:
+            factors = [_signed(pow(_STEP, block, 1 << 64)) for block in range(first, first + blocks)]
+            table = torch.tensor(factors, dtype=torch.int64) if blocks else torch.from_numpy(_WEIGHTS)
+            self._tables[key] = table.to(device)
+        return self._tables[key]
 
 
 class Checksums:
@@ -88,6 +91,7 @@ class Checksums:
         self._stands_for = np.where(origin >= 0, origin, np.arange(len(origin)))
         """Row whose sum counts, by row."""
         self._taken: list[int | torch.Tensor | None] = [None] * len(origin)
+        self._rows = {sent: rows_by_peer(program, sent) for sent in (True, False)}
         self._previous: np.ndarray | None = None
         self.sums: np.ndarray | None = None
         """uint64, by row of the piece table, after ``finish``; 0 for rows that are in no message."""
@@ -99,7 +103,7 @@ class Checksums:
         self.seconds = 0.0
 
     def same_as(self, row: int, other: int) -> None:
-        """Both rows send the same memory, which is summed for ``other``."""
+        """Both rows send the same memory, which is summed for ``other`` (the row itself, if it is alone)."""
         self._stands_for[row] = other
 
     def take(self, rows: Sequence[int], run_of: Callable[[int], torch.Tensor]) -> Callable[[], None] | None:
@@ -117,18 +121,28 @@ class Checksums:
     def finish(self) -> None:
         """Make ``sums`` those of this refit. Raises RuntimeError for a piece that was moved without being summed."""
         started = time.perf_counter()
-        sums = np.zeros(len(self._taken), np.uint64)
-        for message in (m for bucket in self._program.buckets for m in (*bucket.sends, *bucket.recvs)):
-            for row in range(message.first, message.last):
-                value = self._taken[self._stands_for[row]]
-                if value is None:
-                    raise RuntimeError(
-                        f"rank {self._program.rank}: a message of {message.nbytes} bytes with rank {message.peer} was "
-                        "not summed, because this wire moves it without staging; set verify: none, or another wire"
-                    )
-                sums[row] = int(value) & _MASK
+        self._fetch()
+        known = np.array([value is not None for value in self._taken], bool)
+        values = np.array([0 if value is None else value & _MASK for value in self._taken], np.uint64)
+        sums = np.zeros(len(values), np.uint64)
+        for peer, rows in (item for by_peer in self._rows.values() for item in by_peer.items()):
+            owners = self._stands_for[rows]
+            if not known[owners].all():
+                raise RuntimeError(
+                    f"rank {self._program.rank}: pieces exchanged with rank {peer} were not summed, because this wire "
+                    "moves them without packing or unpacking; set verify: none, or another wire"
+                )
+            sums[rows] = values[owners]
         self._previous, self.sums = self.sums, sums
         self.seconds += time.perf_counter() - started
+
+    def _fetch(self) -> None:
+        """Bring sums that lie on a device to the host, all at once."""
+        rows = [row for row, value in enumerate(self._taken) if isinstance(value, torch.Tensor)]
+        if rows:
+            values = torch.stack([self._taken[row] for row in rows]).tolist()
+            for row, value in zip(rows, values, strict=True):
+                self._taken[row] = value
 
     @property
     def unchanged(self) -> bool:
@@ -137,23 +151,23 @@ class Checksums:
 
     def digests(self, sent: bool) -> dict[int, bytes]:
         """One digest per peer over all that went to it (or came from it), equal at both ends."""
-        found: dict[int, hashlib.blake2b] = {}
-        for peer, row in rows_with_peers(self._program, sent):
-            found.setdefault(peer, hashlib.blake2b(digest_size=8)).update(self.sums[row].tobytes())
-        return {peer: digest.digest() for peer, digest in found.items()}
+        return {
+            peer: hashlib.blake2b(self.sums[rows].tobytes(), digest_size=8).digest()
+            for peer, rows in self._rows[sent].items()
+        }
 
     def between(self, peer: int, sent: bool) -> list[int]:
         """The sums of all pieces that went to ``peer`` (or came from it), in the order that both ends share."""
-        return [int(self.sums[row]) for other, row in rows_with_peers(self._program, sent) if other == peer]
+        return self.sums[self._rows[sent][peer]].tolist() if peer in self._rows[sent] else []
 
 
-def rows_with_peers(program: Program, sent: bool) -> Iterator[tuple[int, int]]:
-    """(peer, row) of every piece sent, or received, by bucket and hop: for each peer, the order that both ends
-    share."""
+def rows_by_peer(program: Program, sent: bool) -> dict[int, np.ndarray]:
+    """Rows of all pieces sent to (or received from) each peer, by bucket and hop: the order that both ends share."""
+    rows: dict[int, list[int]] = {}
     for bucket in program.buckets:
         for message in sorted(bucket.sends if sent else bucket.recvs, key=lambda m: m.hop):
-            for row in range(message.first, message.last):
-                yield message.peer, row
+            rows.setdefault(message.peer, []).extend(range(message.first, message.last))
+    return {peer: np.array(found) for peer, found in rows.items()}
 
 
 def _signed(word: int) -> int:

@@ -8,7 +8,7 @@ import msgspec
 
 from refit_transport.planning import compile_program
 from refit_transport.planning.plan import Plan
-from refit_transport.runtime.checksums import Checksums, rows_with_peers
+from refit_transport.runtime.checksums import Checksums, rows_by_peer
 
 from .errors import RefitError
 from .hello import Hello
@@ -71,7 +71,7 @@ def _differing(
     plan: Plan, hellos: tuple[Hello, ...], sender: int, receiver: int, sent: list[int], received: list[int]
 ) -> list[str]:
     program = compile_program(plan, receiver)
-    rows = [row for peer, row in rows_with_peers(program, sent=False) if peer == sender]
+    rows = rows_by_peer(program, sent=False)[sender]
     ends = " to ".join(f"{hellos[rank].role} rank {rank}" for rank in (sender, receiver))
     table = program.pieces
     found = []

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from refit_transport.runtime.checksums import BLOCK, ByteSum, Checksums
+from refit_transport.runtime.staging import Staging
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "wires"))
 from refit_cases import Case, Tensor, bound_rank, columns, rows
@@ -70,5 +71,23 @@ def test_a_piece_that_a_wire_did_not_pack_here_is_an_error_not_a_pass() -> None:
     case = Case((Tensor("w", shape, rows(shape, [0]), columns(shape, [1])),), ((0,), (1,)))
     sums = Checksums(bound_rank(case, case.plan(), 0)[3].program)
     sums.begin()
-    with pytest.raises(RuntimeError, match=r"256 bytes with rank 1 was not summed.*set verify: none"):
+    with pytest.raises(RuntimeError, match=r"exchanged with rank 1 were not summed.*set verify: none"):
         sums.finish()
+
+
+def test_sums_that_lie_on_a_device_count_as_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (64, 64)
+    case = Case((Tensor("w", shape, rows(shape, [0]), columns(shape, [1])),), ((0,), (1,)))
+    found = []
+    for call in (ByteSum.__call__, ByteSum.on_device):
+        monkeypatch.setattr(ByteSum, "__call__", call)
+        trained, _, _, binding = bound_rank(case, case.plan(), 0)
+        trained.fill(1)
+        binding.checksums = Checksums(binding.program)
+        binding.begin(1)
+        binding.bind(Staging())
+        for bucket in binding.buckets:
+            bucket.pack.run()
+        binding.checksums.finish()
+        found.append(binding.checksums.sums)
+    assert found[0].any() and np.array_equal(*found)

@@ -27,6 +27,15 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str, summary: str) 
     refit.add_argument("--plot", type=Path, help="draw them into this file (.png, .svg, .pdf)")
     refit.add_argument("--check", action="store_true", help="exit with 1 when a target of the configuration is missed")
     refit.set_defaults(measure=_refit)
+    engine = kinds.add_parser("engine", help="refits into a vLLM engine, phase by phase")
+    engine.add_argument("--model", type=Path, required=True, help="checkpoint directory with safetensors")
+    engine.add_argument("--transport", default="nccl_reshard", choices=("nccl_reshard", "gather_broadcast"))
+    engine.add_argument("--scope", default="ffn", choices=("ffn", "all"))
+    engine.add_argument("--tensor-parallel", type=int, default=1)
+    engine.add_argument("--rounds", type=int, default=5)
+    engine.add_argument("--max-model-len", type=int, default=256)
+    engine.add_argument("--json", type=Path)
+    engine.set_defaults(measure=_engine)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,6 +65,20 @@ def _refit(args: argparse.Namespace) -> int:
         draw(summary, args.plot)
     missed = [key for key, target in summary["targets"].items() if not target["met"]]
     return EXIT_MISSED if args.check and missed else 0
+
+
+def _engine(args: argparse.Namespace) -> int:
+    from refit_transport.bench.engine import EngineCase, measure_engine
+
+    options = {"max_model_len": args.max_model_len, "enforce_eager": True}
+    case = EngineCase(args.model, args.transport, args.scope, args.tensor_parallel, args.rounds, engine_options=options)
+    figures = measure_engine(case)
+    for phase, seconds in figures["seconds_median"].items():
+        print(f"{phase:10s} {seconds:,.0f}" if phase == "bytes" else f"{phase:10s} {seconds:.4f} s")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
 
 
 def _say(text: str) -> None:

@@ -83,6 +83,8 @@ class BenchConfig:
     scope: str = "all"
     rounds: int = 5
     bucket_bytes: int = 32 << 20
+    relay: str = "auto"
+    """Domain-to-domain relay, as the transports' option of that name."""
     deadline_seconds: float = 120.0
     targets: Mapping[str, float] = field(default_factory=dict)
 
@@ -174,7 +176,7 @@ def _build(path: Path, raw: dict[str, Any], violations: list[str]) -> BenchConfi
     if violations:
         return None
     domains = raw["cluster"].get("domains") or [trainers.ranks, engines.ranks]
-    plain = ("scope", "rounds", "bucket_bytes", "deadline_seconds", "targets")
+    plain = ("scope", "rounds", "bucket_bytes", "relay", "deadline_seconds", "targets")
     rest = {key: raw[key] for key in plain if key in raw}
     if "transports" in raw:
         rest["transports"] = tuple(raw["transports"])

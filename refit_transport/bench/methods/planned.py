@@ -33,7 +33,7 @@ def plan_of(name: str, config: BenchConfig, tensors: tuple[BenchTensor, ...]) ->
     """The plan that a session would make with the transport's options."""
     transport, fixed = OPTIONS[name]
     chosen = get_transport(transport)
-    options = {"scope": config.scope, "bucket_bytes": config.bucket_bytes, **fixed}
+    options = {"scope": config.scope, "bucket_bytes": config.bucket_bytes, "relay": config.relay, **fixed}
     parameters = tuple(tensor.logical for tensor in tensors)
     whole = frozenset(parameter.name for parameter in parameters) - chosen.direct_names(parameters, options)
     return plan_refit(

@@ -8,6 +8,7 @@ from typing import Any
 
 from refit_transport.rl.protocols import Completion, SamplingConfig
 
+from .errors import ClusterError
 from .orphans import DIE_WITH_PARENT
 
 
@@ -38,7 +39,9 @@ class EngineActor:
         return [status["pid"] for status in self._llm.collective_rpc("refit_status")]
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig) -> list[Completion]:
-        """One completion per prompt, under the version that all workers hold."""
+        """One completion per prompt, under the version that all workers hold. Raises ClusterError, and leaves the
+        engine alive, when a worker holds torn weights, or none of its session."""
+        self._check_fresh()
         outputs = self._llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
             [_sampling_params(sampling, index) for index in range(len(prompts))],
@@ -75,6 +78,12 @@ class EngineActor:
     def fingerprint(self) -> list[dict[str, str]]:
         """Content of everything that the kernels read, per worker."""
         return self._llm.collective_rpc("weight_fingerprint")
+
+    def _check_fresh(self) -> None:
+        """A stale worker raises when it is asked to compute, and vLLM ends an engine whose step raises."""
+        refusals = [s["refusal"] for s in self._llm.collective_rpc("refit_status") if s["refusal"]]
+        if refusals:
+            raise ClusterError(f"engine {self.replica} cannot generate: {refusals[0]}")
 
     def leave_refit(self) -> None:
         if self._joined:

@@ -130,14 +130,16 @@ class ReshardEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
 
     def refit_status(self) -> dict[str, Any]:
         """Plain data: ``pid``, ``host``, ``rank`` (joint), ``state`` (unjoined, stale, updating, fresh), ``version``
-        (-1: none of this session), ``error``, ``report`` of the last refit, ``modules`` by write mode, ``reasons`` of
-        tensors that could not go directly."""
+        (-1: none of this session), ``error``, ``refusal`` (why the worker would raise instead of computing requests, or
+        None), ``report`` of the last refit, ``modules`` by write mode, ``reasons`` of tensors that could not go
+        directly."""
         modes = [] if self._sink is None else list(self._sink.modes().values())
         return {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "rank": None,
             **self._status,
+            "refusal": self._refusal,
             "modules": {mode: modes.count(mode) for mode in sorted(set(modes))},
             "reasons": {} if self._sink is None else dict(self._sink.reasons),
         }

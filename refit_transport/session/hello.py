@@ -60,9 +60,9 @@ def label(role: str, rank: int) -> str:
 def _facts(wire: str) -> dict[str, str]:
     facts = {"refit_transport": _version("refit-transport"), "planner": str(PLANNER_VERSION), "wire": wire}
     if wire.startswith("nccl"):
-        import torch
+        from refit_transport.wires.nccl_group import loaded_version
 
-        facts["NCCL version"] = ".".join(map(str, torch.cuda.nccl.version()))
+        facts["NCCL version"] = ".".join(map(str, loaded_version()))
         facts["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "unset")
     return facts
 

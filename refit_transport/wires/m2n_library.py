@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from refit_transport.planning.m2n import Geometry, SideMesh
 
@@ -28,7 +27,7 @@ _MIB = 1 << 20
 
 def missing(
     nccl: Callable[[], str | None] = nccl_group.missing,
-    version: Callable[[], tuple[int, ...]] = lambda: dist.ProcessGroupNCCL.get_runtime_nccl_version(),
+    version: Callable[[], tuple[int, ...]] = nccl_group.loaded_version,
     installed: Callable[[], bool] = lambda: bool(
         find_spec("nccl") and find_spec("nccl.m2n") and find_spec("nccl.core")
     ),
@@ -38,7 +37,7 @@ def missing(
         return reason
     if not installed():
         return f"`nccl.m2n` is not installed ({INSTALL})"
-    if tuple(version()) < OLDEST_NCCL:
+    if version() < OLDEST_NCCL:
         found, oldest = (".".join(map(str, v)) for v in (version(), OLDEST_NCCL))
         return f"torch runs NCCL {found}; M2N needs {oldest} or newer (install a newer nvidia-nccl-cu12 or -cu13)"
     if os.environ.get("NCCL_CUMEM_ENABLE") == "0":

@@ -51,3 +51,8 @@ def missing() -> str | None:
     if not dist.is_nccl_available():
         return "this torch was built without NCCL"
     return None
+
+
+def loaded_version() -> tuple[int, ...]:
+    """Of the NCCL library in this process (``torch.cuda.nccl.version()`` is that of torch's build); empty without."""
+    return tuple(dist.ProcessGroupNCCL.get_runtime_nccl_version()) if dist.is_nccl_available() else ()

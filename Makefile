@@ -24,6 +24,7 @@ lint: environment
 docs:
 	@$(PYTHON) .ci/environment.py docs
 	$(BIN)/python -m refit_transport.config.document docs/configuration.md
+	$(BIN)/python -m refit_transport.config.support_page docs/support-matrix.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 environment:

@@ -57,34 +57,39 @@ class MegatronPolicyWorker:
             join_world(rank, world_size, master_addr, master_port, self.device, timeout_s)
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._reference: list[torch.Tensor] | None = None
+        self._check()
         with self._megatron():
+            self._find_place()
             self._build()
 
-    def _build(self) -> None:
-        from megatron.core import parallel_state
-
-        if self.settings.get("mtp_num_layers"):
+    def _check(self) -> None:
+        layers, precision = self.settings.get("mtp_num_layers"), self.config.get("precision")
+        if layers:
             raise ValueError(
-                f"policy.megatron_cfg.mtp_num_layers: got {self.settings['mtp_num_layers']}, allowed 0: the policy "
-                "loss does not train multi-token prediction"
+                f"policy.megatron_cfg.mtp_num_layers: got {layers}, allowed 0: the policy loss does not train "
+                "multi-token prediction"
             )
-        precision = self.config.get("precision") or "float32"
         if precision == "float16":
             raise ValueError("policy.precision: got float16 with the Megatron trainer, allowed float32, bfloat16")
+
+    def _find_place(self) -> None:
+        """Joins Megatron's process groups, and reads this rank's place in them."""
+        from megatron.core import parallel_state as groups
+
         initialize_groups(self.settings)
-        self.dp_rank = parallel_state.get_data_parallel_rank()
-        self._dp_size = parallel_state.get_data_parallel_world_size()
-        tensor, self._tp_size = (
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_world_size(),
-        )
-        self._stages = parallel_state.get_pipeline_model_parallel_world_size()
-        behind = self._stages - 1 - parallel_state.get_pipeline_model_parallel_rank()
-        self.tp_rank: int = behind * self._tp_size + tensor
+        self.dp_rank: int = groups.get_data_parallel_rank()
+        self._dp_size: int = groups.get_data_parallel_world_size()
+        self._tp_size: int = groups.get_tensor_model_parallel_world_size()
+        self._stages: int = groups.get_pipeline_model_parallel_world_size()
+        behind = self._stages - 1 - groups.get_pipeline_model_parallel_rank()
+        self.tp_rank: int = behind * self._tp_size + groups.get_tensor_model_parallel_rank()
         """0 on the one rank of a model replica whose outputs count: the first of the last pipeline stage."""
+
+    def _build(self) -> None:
+        """Model, weights and optimizer."""
         self._facts = _checkpoint_facts(self.config)
         longest = int(self.config.get("max_total_sequence_length") or 512)
-        bare = build_chunks(self._facts, self.settings, DTYPES[precision], longest)
+        bare = build_chunks(self._facts, self.settings, DTYPES[self.config.get("precision") or "float32"], longest)
         for parameter in (p for chunk in bare for p in chunk.parameters()):
             parameter.data.zero_()  # the rows that pad the vocabulary are in no checkpoint
         self.chunks: list[nn.Module] = data_parallel(bare, self.settings)

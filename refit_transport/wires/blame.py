@@ -38,7 +38,7 @@ class Register:
         """The rank at the end of the chain of waits, None when every rank on it is alive. Takes at most a second or so;
         names the store's host, rank 0, when the store itself does not answer."""
         found: list[int | None] = []
-        thread = Thread(target=lambda: found.append(self._follow(sorted(waits_for))), daemon=True)
+        thread = Thread(target=lambda: found.append(self._look(sorted(waits_for))), daemon=True)
         thread.start()
         thread.join(_SECONDS + 0.3)
         return found[0] if found else 0
@@ -48,6 +48,12 @@ class Register:
             self._store.set(f"state {self._rank}", json.dumps([self._version, waits_for]))
         except RuntimeError:
             """The store is gone, and with it whoever would read this."""
+
+    def _look(self, waits_for: list[int]) -> int | None:
+        try:
+            return self._follow(waits_for)
+        except RuntimeError:
+            return None  # the host of the store has left: it cannot be asked, and it was not stopped
 
     def _follow(self, waits_for: list[int]) -> int | None:
         until = time.monotonic() + _SECONDS
@@ -68,10 +74,7 @@ class Register:
     def _state(self, rank: int) -> list[int] | None:
         """Whom ``rank`` waits for in this refit, None while it has not said."""
         key = f"state {rank}"
-        try:
-            if not self._store.check([key]):
-                return None
-            version, waits_for = json.loads(self._store.get(key))
-        except RuntimeError:
+        if not self._store.check([key]):
             return None
+        version, waits_for = json.loads(self._store.get(key))
         return waits_for if version >= self._version else None

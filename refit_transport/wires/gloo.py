@@ -11,19 +11,16 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from refit_transport.runtime.binding import Binding
-from refit_transport.runtime.replay import BoundMessage
 from refit_transport.runtime.staging import Staging
 
 from .base import Peer, WireError, WireStats
 from .blame import LINGER_SECONDS, Register
-from .cuts import cut
 from .helper_thread import NEWS_SECONDS, HelperThread, Interrupted, heard
 from .lockstep import Part, hops_of, run_lockstep
-from .message_cuts import Cuts, exchange_cuts
+from .message_cuts import DIRECT_BYTES, CutMessages
 from .rendezvous import Meeting, address_of
 
 
@@ -37,17 +34,22 @@ class GlooWire:
 
     name = "gloo"
 
-    def __init__(self, network_interface: str | None = None, patience: float = 60.0, slowest: float = 10e6) -> None:
+    def __init__(
+        self,
+        network_interface: str | None = None,
+        patience: float = 60.0,
+        slowest: float = 10e6,
+        direct_bytes: int = DIRECT_BYTES,
+    ) -> None:
         self._interface = network_interface
         self._patience, self._slowest = patience, slowest
         self._meeting = Meeting(network_interface)
         self._group: dist.ProcessGroupGloo | None = None
         self._peers: dict[int, Peer] = {}
         self._rank = -1
-        self._staging = Staging(direct_bytes=None)
-        self._bound: Binding | None = None
+        self._staging = Staging(direct_bytes=direct_bytes)
+        self._messages: CutMessages | None = None
         self._gave_up = False
-        self._cuts: Cuts = {}
         self._helper = HelperThread("refit-gloo")
 
     def listen(self, rank: int) -> dict[str, object]:
@@ -82,15 +84,11 @@ class GlooWire:
         root = self._meeting.store(tuple(self._peers.values()), deadline)
         register = Register(dist.PrefixStore("blame", root), self._rank, version)
         backend = _Operations(self, deadline, failed, register)
-        if self._bound is not binding:
+        if self._messages is None or self._messages.binding is not binding:
             store = dist.PrefixStore(f"cuts {version}", root)
-            self._cuts = backend.watched(lambda: exchange_cuts(binding, self._rank, store, deadline))
-            self._bound = binding
-
-        def parts(message: BoundMessage, bucket: int, index: int, sending: bool) -> list[torch.Tensor]:
-            return cut(message.segments, self._cuts[bucket, index, sending])
-
-        stats = run_lockstep(binding, backend, parts, hops_of(binding.plan))
+            self._messages = backend.watched(lambda: CutMessages.agree(binding, self._rank, store, deadline))
+        self._messages.refresh()
+        stats = run_lockstep(binding, backend, self._messages, hops_of(binding.plan))
         register.through()
         return stats
 
@@ -100,7 +98,7 @@ class GlooWire:
             self._group.abort()
         self._helper.close()
         self._meeting.close(LINGER_SECONDS if self._gave_up else 0.0)
-        self._group = self._bound = None
+        self._group = self._messages = None
 
 
 class _Operations:

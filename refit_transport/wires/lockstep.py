@@ -40,8 +40,8 @@ class Backend(Protocol):
         """Return once everything is done on this rank, copies included. Raises WireError."""
 
 
-Parts = Callable[[BoundMessage, int, int, bool], list[torch.Tensor]]
-"""``parts(message, bucket, index, sending)``: the message's memory, cut as its other end has it."""
+Parts = Callable[[int, int, bool], list[torch.Tensor]]
+"""``parts(bucket, index, sending)``: the memory of a message, cut as its other end has it."""
 
 
 def hops_of(plan: Plan) -> int:
@@ -118,7 +118,7 @@ class _Run:
         sending: bool,
     ) -> None:
         for index, message in _of_hop(messages, hop):
-            posted.extend((message.peer, run) for run in self._parts(message, number, index, sending))
+            posted.extend((message.peer, run) for run in self._parts(number, index, sending))
             counts[message.link.name.lower()] += message.nbytes
             self.stats.messages += sending
 

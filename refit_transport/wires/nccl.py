@@ -13,19 +13,16 @@ import time
 from collections.abc import Callable, Sequence
 from threading import Thread
 
-import torch
 import torch.distributed as dist
 
 from refit_transport.runtime.binding import Binding
-from refit_transport.runtime.replay import BoundMessage
 from refit_transport.runtime.staging import Staging
 
 from .base import Peer, WireError, WireStats
 from .blame import LINGER_SECONDS, Register
-from .cuts import cut
 from .helper_thread import NEWS_SECONDS, HelperThread, Interrupted, heard
 from .lockstep import Part, hops_of, run_lockstep
-from .message_cuts import Cuts, exchange_cuts
+from .message_cuts import DIRECT_BYTES, CutMessages
 from .nccl_group import GroupMaker, make_group
 from .nccl_queue import CudaQueue, Queue
 from .rendezvous import Meeting
@@ -48,6 +45,7 @@ class NcclWire:
         network_interface: str | None = None,
         queue: Queue | None = None,
         group_maker: GroupMaker = make_group,
+        direct_bytes: int = DIRECT_BYTES,
     ) -> None:
         self._meeting = Meeting(network_interface)
         self._make_group = group_maker
@@ -56,9 +54,8 @@ class NcclWire:
         self._released = False
         self._peers: dict[int, Peer] = {}
         self._rank = -1
-        self._staging = Staging(allocate=self._queue.memory, arena=self._queue.memory, direct_bytes=None)
-        self._bound: Binding | None = None
-        self._cuts: Cuts = {}
+        self._staging = Staging(allocate=self._queue.memory, arena=self._queue.memory, direct_bytes=direct_bytes)
+        self._messages: CutMessages | None = None
         self._helper = HelperThread("refit-nccl")
 
     def listen(self, rank: int) -> dict[str, object]:
@@ -98,15 +95,11 @@ class NcclWire:
         binding.bind(self._staging)
         register = Register(self.store("blame", deadline), self._rank, version)
         groups = _Groups(self, deadline, watch, register)
-        if self._bound is not binding:
+        if self._messages is None or self._messages.binding is not binding:
             store = self.store(f"cuts {version}", deadline)
-            self._cuts = groups.watched(lambda: exchange_cuts(binding, self._rank, store, deadline))
-            self._bound = binding
-
-        def parts(message: BoundMessage, bucket: int, index: int, sending: bool) -> list[torch.Tensor]:
-            return cut(message.segments, self._cuts[bucket, index, sending])
-
-        stats = run_lockstep(binding, groups, parts, hops_of(binding.plan))
+            self._messages = groups.watched(lambda: CutMessages.agree(binding, self._rank, store, deadline))
+        self._messages.refresh()
+        stats = run_lockstep(binding, groups, self._messages, hops_of(binding.plan))
         register.through()
         return stats
 
@@ -125,7 +118,7 @@ class NcclWire:
         self.release()
         self._helper.close()
         self._meeting.close(LINGER_SECONDS if lingering else 0.0)
-        self._group = self._bound = None
+        self._group = self._messages = None
 
 
 def abort_in_background(abort: Callable[[], object]) -> None:

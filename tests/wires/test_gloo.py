@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+import torch
 from forked_wires import Rank, Ranks
 from refit_cases import Case, Tensor, bound_rank, columns, rows
 from small_cases import CASES, TWO_DOMAINS, WIDE, E, T, join, run_refits
@@ -21,9 +22,10 @@ BIG = (2048, 2048)
 LARGE = Case((Tensor("w", BIG, rows(BIG, T), columns(BIG, E)),), TWO_DOMAINS, {"bucket_bytes": 1 << 20})
 
 
+@pytest.mark.parametrize("direct_bytes", [64, 1 << 20], ids=["in place", "packed"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_every_destination_holds_exactly_the_new_version(case: Case) -> None:
-    results = run_refits(case, GlooWire)
+def test_every_destination_holds_exactly_the_new_version(case: Case, direct_bytes: int) -> None:
+    results = run_refits(case, lambda: GlooWire(direct_bytes=direct_bytes))
     assert {rank: found for rank, (found, _) in results.items() if found} == {}
     for link in ("network", "domain", "local"):
         sent, received = (sum(getattr(s, way)[link] for _, s in results.values()) for way in ("sent", "received"))
@@ -51,6 +53,52 @@ def test_a_second_binding_on_the_same_wire_is_run_as_it_is_cut() -> None:
         return found
 
     assert set(map(tuple, run_refits(first, GlooWire, body=body).values())) == {()}
+
+
+def test_contiguous_pieces_travel_without_staging() -> None:
+    shape = (64, 16)
+    case = Case((Tensor("w", shape, rows(shape, T), rows(shape, E)),), TWO_DOMAINS, {"bucket_bytes": 4_000})
+    plan = case.plan()
+
+    def body(rank: Rank) -> tuple[list[str], int]:
+        trained, served, _, binding = bound_rank(case, plan, rank.rank)
+        wire = join(rank, GlooWire(direct_bytes=64))
+        trained.fill(1)
+        binding.begin(1)
+        wire.run(binding, 1, time.monotonic() + 20)
+        rank.barrier()
+        return served.wrong(1), binding.peak_extra_bytes
+
+    assert set(map(str, run_refits(case, GlooWire, 1, body).values())) == {"([], 0)"}
+
+
+def test_tensors_that_moved_and_lie_otherwise_are_refused_instead_of_being_cut_unlike_their_peers() -> None:
+    shape = (64, 16)
+    case = Case(tuple(Tensor(n, shape, rows(shape, [0]), rows(shape, [1])) for n in "ab"), ((0,), (1,)))
+    plan = case.plan()
+
+    def body(rank: Rank) -> str:
+        *_, sink, binding = bound_rank(case, plan, rank.rank)
+        wire = join(rank, GlooWire(direct_bytes=64))
+        binding.begin(1)
+        wire.run(binding, 1, time.monotonic() + 20)
+        rank.barrier()
+        if rank.rank == 0:
+            return "stays"
+        for held in sink._holdings.values():
+            held[0] = held[0][0], torch.empty(shape[0], shape[1] * 2)[:, ::2]
+        sink.begin = lambda version: True
+        binding.begin(2)
+        try:
+            wire.run(binding, 2, time.monotonic() + 5)
+        except WireError as error:
+            return str(error)
+        return "ran"
+
+    with Ranks(body, case.domains, 1) as ranks:
+        ranks.exchange_endpoints()
+        ranks.barrier()
+        assert "tensors moved since the session was joined" in ranks.results()[1]
 
 
 def failing(stop: int, last: int = 3):

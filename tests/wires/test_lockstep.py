@@ -62,8 +62,12 @@ def recorded(case: Case) -> dict[int, Recorder]:
                 binding.sink.arrived = lambda *_: None
             for message in bucket.recvs[:1]:
                 message.unpack = Noted(recorder.events, ("unpack", number))
-        whole = lambda message, *_: [torch.empty(message.nbytes, dtype=torch.uint8)]  # noqa: E731
-        run_lockstep(binding, recorder, whole, hops_of(plan))
+
+        def parts(number: int, index: int, sending: bool, buckets: tuple = binding.buckets) -> list[torch.Tensor]:
+            message = (buckets[number].sends if sending else buckets[number].recvs)[index]
+            return [torch.empty(message.nbytes, dtype=torch.uint8)]
+
+        run_lockstep(binding, recorder, parts, hops_of(plan))
     return found
 
 

@@ -27,9 +27,10 @@ HOPS = Case(
 )
 
 
+@pytest.mark.parametrize("direct_bytes", [64, 1 << 20], ids=["in place", "packed"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_every_destination_holds_exactly_the_new_version(case: Case) -> None:
-    results = run_refits(case, nccl_wire)
+def test_every_destination_holds_exactly_the_new_version(case: Case, direct_bytes: int) -> None:
+    results = run_refits(case, lambda: nccl_wire(direct_bytes=direct_bytes))
     assert {rank: found for rank, (found, _) in results.items() if found} == {}
 
 

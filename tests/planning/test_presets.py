@@ -263,3 +263,19 @@ def test_a_cluster_file_overrides_a_preset_and_its_violations_are_all_reported(t
         assert complaint in str(caught.value)
     with pytest.raises(ClusterError, match="no preset and no file"):
         load_cluster("dgx-z9")
+
+
+@pytest.mark.parametrize(
+    ("describe", "sizes"), [(describe_generation, Generation(tp=2, pp=2)), (describe_training, Training(tp=2, pp=2))]
+)
+def test_a_tied_embedding_lies_on_the_first_and_on_the_last_pipeline_stage(describe, sizes) -> None:
+    side = describe(model_from_config("tied", {"model_type": "qwen3", **SMALL["qwen3"]}, "test"), sizes)
+    layouts = {entry.name: side.layout_of(entry) for entry in side.entries}
+    assert layouts["model.embed_tokens.weight"].ranks == (0, 1, 2, 3)
+    assert layouts["model.norm.weight"].ranks == (2, 3)
+
+
+def test_experts_are_counted_under_the_name_that_transformers_5_writes() -> None:
+    config = {"model_type": "qwen3_moe", **SMALL["qwen3_moe"]}
+    renamed = {"num_local_experts" if key == "num_experts" else key: value for key, value in config.items()}
+    assert model_from_config("moe", renamed, "test").tensors == model_from_config("moe", config, "test").tensors

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -22,6 +23,8 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeight
 
 if TYPE_CHECKING:
     from refit_transport.session.member import RefitMember, RefitReport
+
+log = logging.getLogger("refit_transport")
 
 
 @dataclass(kw_only=True)
@@ -49,6 +52,13 @@ class ReshardTrainerEngine(TrainerWeightTransferEngine[ReshardTrainerInitInfo]):
         self._info = info
         clients = client if isinstance(client, list | tuple) else [client]
         self._clients = list(clients) if self.is_sender else []
+        for kind in sorted({type(each).__name__ for each in self._clients if not _resets_prefix_cache(each)}):
+            log.warning(
+                "%s has no method reset_prefix_cache: after each refit the caller must reset the engine's prefix cache "
+                "(POST /reset_prefix_cache), or start it with --no-enable-prefix-caching. Cached blocks of the old "
+                "weights would answer prompts.",
+                kind,
+            )
         self._pool = ThreadPoolExecutor(max(1, len(self._clients)), thread_name_prefix="refit-client")
         self._member: RefitMember | None = None
         self._lock = threading.Lock()
@@ -98,9 +108,13 @@ class ReshardTrainerEngine(TrainerWeightTransferEngine[ReshardTrainerInitInfo]):
         client.start_weight_update()
         client.update_weights({"version": version})
         client.finish_weight_update(str(version))
-        # vLLM's four-method protocol has no such call, yet cached blocks of the old weights would answer prompts.
-        if callable(reset := getattr(client, "reset_prefix_cache", None)):
-            reset()
+        if _resets_prefix_cache(client):
+            client.reset_prefix_cache()
+
+
+def _resets_prefix_cache(client: Any) -> bool:
+    """vLLM's four-method protocol has no such call, and its HTTP client lacks it."""
+    return callable(getattr(client, "reset_prefix_cache", None))
 
 
 @contextmanager

@@ -269,7 +269,8 @@ def test_a_cluster_file_overrides_a_preset_and_its_violations_are_all_reported(t
     ("describe", "sizes"), [(describe_generation, Generation(tp=2, pp=2)), (describe_training, Training(tp=2, pp=2))]
 )
 def test_a_tied_embedding_lies_on_the_first_and_on_the_last_pipeline_stage(describe, sizes) -> None:
-    side = describe(model_from_config("tied", {"model_type": "qwen3", **SMALL["qwen3"]}, "test"), sizes)
+    config = {"model_type": "qwen3", **SMALL["qwen3"], "vocab_size": 256}
+    side = describe(model_from_config("tied", config, "test"), sizes)
     layouts = {entry.name: side.layout_of(entry) for entry in side.entries}
     assert layouts["model.embed_tokens.weight"].ranks == (0, 1, 2, 3)
     assert layouts["model.norm.weight"].ranks == (2, 3)

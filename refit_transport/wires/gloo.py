@@ -25,7 +25,8 @@ from .rendezvous import Meeting, address_of
 
 
 class GlooWire:
-    """One rank's end. ``network_interface`` names the network device to bind to; by default the loopback.
+    """One rank's end. ``network_interface`` names the network device to bind to; by default the one that
+    leads out of this host.
 
     A group that is not through ``patience`` seconds plus its bytes at ``slowest`` bytes per second after it was posted
     has failed: this bounds how long an abandoned helper thread lives on. ``patience`` covers what a peer does between

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -51,12 +52,22 @@ class Meeting:
 
 
 def address_of(interface: str | None) -> str:
-    """IPv4 address of a network device, or of the loopback when None. Raises ValueError with the devices there are."""
+    """IPv4 address of a network device, or of the one that leads out of this host when None (the loopback if there is
+    none). Raises ValueError with the devices there are."""
     if interface is None:
-        return "127.0.0.1"
+        return _outward_address()
     import psutil
 
     for address in psutil.net_if_addrs().get(interface, []):
         if address.family.name == "AF_INET":
             return address.address
     raise ValueError(f"network interface {interface!r} has no IPv4 address; there are {sorted(psutil.net_if_addrs())}")
+
+
+def _outward_address() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("203.0.113.1", 9))  # an address of no host: connecting a datagram socket sends nothing
+            return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"

@@ -30,7 +30,10 @@ class Watch:
 
     def _look(self) -> None:
         while not self._stop.wait(_POLL):
-            self._news = self._failed()
+            try:
+                self._news = self._failed()
+            except Exception as error:
+                self._news = str(error)
             if self._news is not None or time.monotonic() > self._deadline:
                 self.released = True
                 self._release()

@@ -50,6 +50,11 @@ class ControlClient:
                     raise HandshakeError(f"{self.label}: no control server at {host}:{port}: {error}") from error
                 time.sleep(0.05)
 
+    @property
+    def own_address(self) -> str:
+        """This host's address on the way to the coordinator: other members reach this one there."""
+        return self._sock.getsockname()[0]
+
     def phase(self, name: str) -> None:
         """Tell the server what this member is doing, for the others' error if it is lost."""
         self._send({"op": "phase", "phase": name})

@@ -102,7 +102,9 @@ class RefitMember:
         patience = timeout or DEFAULT_TIMEOUT
         client = ControlClient(address, rank, label(role, rank), started + patience)
         try:
-            chosen = wire or make_wire(client.options.get("wire", "auto"), client.options)
+            chosen = wire or make_wire(
+                client.options.get("wire", "auto"), {"host": client.own_address, **client.options}
+            )
             if client.options.get("domains") == "rank":
                 domain = f"rank {rank}"
             hello = introduce(rank, role, wire=chosen.name, device=_device(), domain=domain, labels=labels or {})

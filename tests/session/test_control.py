@@ -92,6 +92,7 @@ def test_a_killed_process_is_reported_to_all_others_within_a_second(server):
 def test_the_first_failure_is_what_everybody_reports(server):
     clients = [join(server, r) for r in range(3)]
     clients[1].fail("engine rank 1 failed while planning: no gate_proj")
+    assert news_of(clients[2]) is not None
     clients[2].fail("a later one")
     assert news_of(clients[0]) == "engine rank 1 failed while planning: no gate_proj"
     with pytest.raises(RefitError, match="no gate_proj"):

@@ -16,6 +16,7 @@ LAYOUTS = {
     "tied dense PP2": ("qwen3_tied", {"pipeline_parallel_size": 2}),
     "experts TP2": ("qwen3_moe", {"tensor_parallel_size": 2}),
     "uneven experts EP2": ("qwen3_moe_uneven", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    "shared experts EP2": ("qwen3_next", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
 }
 
 

@@ -38,7 +38,13 @@ def start_engine(path: Path, **options: Any) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if single else "1"
     from vllm import LLM
 
-    return LLM(model=str(path), **{**OPTIONS, **options})
+    # In whole GiB, and it wins over kv_cache_memory_bytes: twenty engines of this process would fill the machine.
+    space = os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    try:
+        return LLM(model=str(path), **{**OPTIONS, **options})
+    finally:
+        if space is not None:
+            os.environ["VLLM_CPU_KVCACHE_SPACE"] = space
 
 
 def worker_of(llm: Any) -> Any:

@@ -6,13 +6,19 @@ RECIPE ?= recipes/grpo-reverse-digits-1n4r-fsdp2-tp2.yaml
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: demo test test-fast lint docs environment clean
+.PHONY: demo test test-slow test-fast lint docs environment clean
 
 demo: environment
 	$(BIN)/refit-transport grpo --config $(RECIPE) $(ARGS)
 
 test: environment
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not slow" $(ARGS)
+
+# One process per folder: engines that a process once started stay in its memory.
+test-slow: environment
+	@failed=0; for folder in tests/rl tests/engines tests/equality tests/bench tests/megatron tests/cluster; do \
+	  $(BIN)/python -m pytest -m "slow and not gpu" $$folder $(ARGS); code=$$?; \
+	  [ $$code = 0 ] || [ $$code = 5 ] || failed=1; done; exit $$failed
 
 test-fast: environment
 	$(BIN)/python -m pytest -m "not gpu and not engine and not slow and not netns" $(ARGS)

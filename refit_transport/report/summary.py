@@ -91,10 +91,15 @@ def _rows(summary: RunSummary, folder: Path) -> list[tuple[str, str]]:
         ("weight version", str(summary.weight_version)),
         ("token_mult_prob_error", f"at most {_number(summary.token_mult_prob_error_max, 4)}"),
         ("time", seconds(summary.seconds_total)),
-        ("folder", str(folder)),
-        ("metrics", str(folder / "metrics.jsonl")),
-        ("plots", str(folder / "plots")),
+        ("folder", _shown(folder)),
+        ("metrics", _shown(folder / "metrics.jsonl")),
+        ("plots", _shown(folder / "plots")),
     ]
+
+
+def _shown(path: Path) -> str:
+    """Relative to the current directory where the path lies below it."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _number(value: float | None, digits: int = 3) -> str:

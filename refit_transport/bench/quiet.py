@@ -50,15 +50,26 @@ def _autogroup(nice: int) -> bool:
     return True
 
 
-def reset_peak_memory() -> int:
-    """Forget the highest resident size so far; returns the present one in bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
+class MemorySpan:
+    """Memory that this process takes of its own from here on: not the pages of files, nor other processes' shared
+    memory, which it only reads."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the highest resident size
+        self._resident, self._foreign = _status("VmRSS"), _mapped()
+
+    def growth(self) -> int:
+        """Bytes of private memory at most so far, over those at the start; at least 0."""
+        return max(0, _status("VmHWM") - self._resident - max(0, _mapped() - self._foreign))
 
 
-def peak_memory() -> int:
-    """Highest resident size in bytes since ``reset_peak_memory``."""
-    return _status("VmHWM")
+def private_memory() -> int:
+    """Bytes of anonymous memory that are resident."""
+    return _status("RssAnon")
+
+
+def _mapped() -> int:
+    return _status("RssFile") + _status("RssShmem")
 
 
 def open_descriptors() -> int:

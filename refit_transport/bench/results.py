@@ -25,7 +25,8 @@ GLOSSARY = {
     "busiest_nic_over_mean": "busiest card of the trainers by bytes sent, or of the engines by bytes received, over "
     "the mean of its side; the larger of the two",
     "busiest_nic_over_fair_share": "the same over the minimum divided by the cards of the side",
-    "peak_extra_bytes": "growth of resident memory from before a rank connected until after its first refit, at most",
+    "peak_extra_bytes": "most that one rank grew while it connected and in its first refit: anonymous memory at its "
+    "peak, and the shared memory that the rank itself made",
     "staged_bytes": "what the runtime says it allocated on the largest rank",
     "predicted_seconds": "what the cost model says of the plan, before the run",
     "gb_per_second": "bytes that all inference ranks receive / seconds_median / 1e9",

@@ -12,7 +12,7 @@ from .config import BenchConfig
 from .holdings import Shards
 from .methods.base import Interfaces, Method, RankContext
 from .methods.make import make
-from .quiet import open_descriptors, peak_memory, prioritised, reset_peak_memory
+from .quiet import MemorySpan, open_descriptors, prioritised, private_memory
 from .workload import BenchTensor
 
 
@@ -28,13 +28,14 @@ class Timing:
 
 
 class Worker:
-    """Answers the calls of ``refit.RefitBench``. Memory is measured from before a method connects to after its first
-    refit, so that what it allocates once and keeps is counted too."""
+    """Answers the calls of ``refit.RefitBench``. Memory is measured while a method connects and in its first refit, so
+    that what it allocates once and keeps is counted too."""
 
     def __init__(self, context: RankContext) -> None:
         self._context = context
         self._methods: dict[str, Method] = {}
-        self._resident: dict[str, int] = {}
+        self._extra: dict[str, int] = {}
+        self._measured: set[str] = set()
 
     def fill(self, version: int) -> None:
         self._context.source.fill(version)
@@ -47,25 +48,31 @@ class Worker:
         return self._methods[name].publish()
 
     def connect(self, name: str, published: Mapping[int, dict[str, Any]]) -> None:
-        self._resident[name] = reset_peak_memory()
+        span = MemorySpan()
         self._methods[name].connect(published)
+        self._extra[name] = span.growth()
 
     def extra_memory(self, name: str) -> int:
-        """Bytes by which this process grew at most since ``connect(name)``."""
-        return peak_memory() - self._resident[name]
+        """Bytes by which this process grew while the method connected and in its first refit. Shared memory counts on
+        the rank that made it."""
+        return self._extra[name]
 
     def run(self, name: str, version: int, start: float) -> Timing:
         """Start at the monotonic time ``start``, which all ranks were given: a barrier without a message."""
         method = self._methods[name]
+        span = None if name in self._measured else MemorySpan()
         with prioritised() as priority:
             time.sleep(max(0.0, start - time.monotonic()))
             late = time.monotonic() - start
             counted = method.run(version)
             end = time.monotonic()
+        if span is not None:
+            self._extra[name] += span.growth() + counted.get("shared_bytes", 0)
+            self._measured.add(name)
         return Timing(end, late, priority, counted)
 
     def resources(self) -> dict[str, int]:
-        return {"resident_bytes": reset_peak_memory(), "descriptors": open_descriptors()}
+        return {"resident_bytes": private_memory(), "descriptors": open_descriptors()}
 
     def close(self) -> None:
         for method in self._methods.values():

@@ -98,7 +98,7 @@ class _Simulation:
             for row in range(*part.local):
                 self._store(rank, *self._piece(program, row), self._own(program, row))
             staged = sum(message.nbytes for message in (*part.sends, *part.recvs))
-            if staged > self.plan.options.bucket_bytes:
+            if staged > self.plan.options.fill_bytes:
                 raise PlanError(f"rank {rank} stages {staged} bytes in bucket {bucket}")
         parts = [program.buckets[bucket] for program in self.programs.values()]
         for hop in sorted({message.hop for part in parts for message in (*part.sends, *part.recvs)}):

@@ -1,26 +1,23 @@
 """Predicts how long a planned refit takes on a cluster, phase by phase, and what the cluster's links allow at best.
 
 A bucket passes five phases, each on a resource of its own: pack, network, in-domain, unpack, load. Buckets follow each
-other through them like a pipeline with two buckets in flight. ``docs/planning.md`` derives every term.
+other through them like a pipeline with ``IN_FLIGHT`` buckets in it. ``docs/planning.md`` derives every term.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from refit_transport.layout.layout import ITEMSIZE, SideDescription
 
 from .cost_traffic import Traffic, measure
-from .plan import Link, Plan
+from .plan import IN_FLIGHT, Link, Plan
 from .presets.clusters import Cluster
 
 PHASES = ("pack", "network", "in_domain", "unpack", "load")
-IN_FLIGHT = 2
-"""Buckets staged at once: one is on the wire while the next is packed or the last one unpacked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,11 +238,10 @@ def _pipeline(phases: dict[str, np.ndarray], kind: np.ndarray, in_flight: int) -
 
 
 def _peak_staged(traffic: Traffic, overlap: bool) -> int:
-    """Most bytes that one rank stages: of one bucket, or of two neighbours when they are in flight together."""
-    staged, kind = traffic.staged, traffic.kind
-    neighbours = {(int(a), int(b)) for a, b in pairwise(kind.tolist())} if overlap else set()
-    alone = staged.max(initial=0)
-    return int(max((float((staged[a] + staged[b]).max()) for a, b in neighbours), default=alone))
+    """Most bytes that one rank stages: of one bucket, or of all neighbours that are in flight together."""
+    kinds, together = traffic.kind.tolist(), IN_FLIGHT if overlap else 1
+    windows = {tuple(kinds[first : first + together]) for first in range(max(1, len(kinds) - together + 1))}
+    return int(max(traffic.staged[list(window)].sum(0).max(initial=0) for window in windows))
 
 
 def _total(traffic: Traffic, link: Link) -> int:

@@ -11,6 +11,7 @@ from refit_transport.layout.layout import LogicalParameter
 from .transfers import Link, Transfer, TransferTable
 
 __all__ = [
+    "IN_FLIGHT",
     "PLANNER_VERSION",
     "Link",
     "Plan",
@@ -23,8 +24,13 @@ __all__ = [
     "TransferTable",
 ]
 
-PLANNER_VERSION = 1
+PLANNER_VERSION = 2
 """Part of every digest: ranks that run planners of different versions refuse each other."""
+
+
+IN_FLIGHT = 4
+"""Buckets staged at once. At the end of each one a rank waits for its slowest flow, and the other flows go on with the
+buckets behind it: two open buckets of twice the size take the same memory and leave links idle more often."""
 
 
 class Route(IntEnum):
@@ -41,19 +47,28 @@ class PlanOptions:
     """Everything besides the two descriptions and the domains that a plan depends on."""
 
     bucket_bytes: int = 256 << 20
-    """Most bytes that one rank stages for one bucket, in plus out."""
+    """Half of what one rank may stage at once, in plus out: two such buckets, as four of half the size (see
+    ``fill_bytes``)."""
     stripe_bytes: int = 64 << 10
     """A region is not cut into stripes smaller than this."""
     once_per_domain: bool = True
     """A byte crosses into a domain once; False sends to every replica (the flat scheme, for comparison)."""
     relay: str = "auto"
     """Domain-to-domain relay of a copy: ``auto`` (when it lowers the bottleneck), ``never``, ``always``."""
+    network_ports: str = "rank"
+    """Who has a network port of its own, which is what ``relay: auto`` counts: every ``rank``, or every ``domain``,
+    whose ranks share it."""
     broadcast_root: str = "every"
     """``single``: whole tensors are gathered on the lowest trainer rank, which broadcasts them. ``every``: each trainer
     rank is the root of the part it holds, so that all trainer links share the work."""
     wire_dtype: str = "auto"
     """``auto`` (the side where fewer bytes cross casts), or a dtype name that floating tensors travel in, save those of
     which both sides hold more than it can."""
+
+    @property
+    def fill_bytes(self) -> int:
+        """Most bytes that one rank stages for one bucket of the plan: ``IN_FLIGHT`` of them are staged at once."""
+        return max(1, 2 * self.bucket_bytes // IN_FLIGHT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ def plan_refit(
     specs, unused = group_entries(source, sink, ordered, options)
     jobs, routed = _route(source, sink, fabric, options, ordered, specs)
     queues = [_queue(job, of.load) for job, of in zip(jobs, routed)]
-    buckets = fill_buckets(queues, options.bucket_bytes, len(fabric.domain_of) - 1)
+    buckets = fill_buckets(queues, options.fill_bytes, len(fabric.domain_of) - 1)
     groups = tuple(_group(spec, of, sink) for spec, of in zip(specs, routed))
     digest = plan_digest(source, sink, ordered, domains, options)
     return Plan(ordered, groups, buckets, domains, options, digest, unused)
@@ -58,7 +58,8 @@ def _route(
     maker = JobMaker(source, sink, fabric, options.broadcast_root == "single", parameters)
     jobs = [maker.make(spec) for spec in specs]
     supply = total_supply(jobs, options.relay)
-    shares = own_shares(supply, options.relay)
+    ports = fabric.domain_of if options.network_ports == "domain" else None
+    shares = own_shares(supply, options.relay, ports)
     router = Router(
         fabric,
         options,
@@ -71,7 +72,12 @@ def _route(
 
 
 def _check_options(options: PlanOptions) -> None:
-    for name, allowed in (("relay", ("auto", "never", "always")), ("broadcast_root", ("single", "every"))):
+    choices = {
+        "relay": ("auto", "never", "always"),
+        "network_ports": ("rank", "domain"),
+        "broadcast_root": ("single", "every"),
+    }
+    for name, allowed in choices.items():
         if getattr(options, name) not in allowed:
             raise PlanError(f"{name} is {getattr(options, name)!r}; allowed: {', '.join(allowed)}")
     for name in ("bucket_bytes", "stripe_bytes"):

@@ -60,7 +60,7 @@ class Router:
         key = (job.key, job.spec.itemsize, shares.key(), chains, turns)
         if key not in self._templates:
             template = self._template(job, shares, Chains(own, turn))
-            load = template_load(template, job.slot_ranks, job.spec.shape, job.spec.itemsize, self.options.bucket_bytes)
+            load = template_load(template, job.slot_ranks, job.spec.shape, job.spec.itemsize, self.options.fill_bytes)
             self._templates[key] = template, self._fan(template), load
         template, fan, load = self._templates[key]
         self._charge(job, template, own)

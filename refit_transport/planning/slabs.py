@@ -41,8 +41,8 @@ def choose_slabs(
         best = choice if best is None or choice < best else best
     if best is None:
         raise PlanError(
-            f"one row of a parameter of shape {shape} makes a rank stage {smallest} bytes, more than bucket_bytes "
-            f"{limit}: raise bucket_bytes"
+            f"one row of a parameter of shape {shape} makes a rank stage {smallest} bytes, more than the {limit} "
+            "bytes of half a bucket: raise bucket_bytes"
         )
     (_, _, dim), rows = best
     return dim, _equal_parts(shape[dim], rows)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from .balance import Candidates, fair_fractions
 
 WORTH_IT = 1.02
@@ -51,18 +53,30 @@ def own_copies(share: float, copies: int) -> int:
     return max(1, int(copies * share + 1e-9))
 
 
-def own_shares(supply: Supply, relay: str) -> dict[Candidates, float]:
-    """The share of its copies that each set of holders sends itself.
+def own_shares(supply: Supply, relay: str, ports: np.ndarray | None = None) -> dict[Candidates, float]:
+    """The share of its copies that each set of holders sends itself. ``ports``: by rank the number of its network port,
+    None where each has its own.
 
     ``auto`` relays only for holders that would else be busier than the refit's bottleneck: the busiest receiver, or the
     busiest sender if each byte left the trainers once. Relaying more could not end sooner, and every relay adds a hop.
     """
+
+    def port(rank: int) -> int:
+        return rank if ports is None else int(ports[rank])
+
+    def loads_of(demand: dict[Candidates, float]) -> dict[int, float]:
+        """Bytes by port."""
+        loads: dict[int, float] = {}
+        for rank, nbytes in fair_loads(demand).items():
+            loads[port(rank)] = loads.get(port(rank), 0.0) + nbytes
+        return loads
+
     if relay != "auto":
         return dict.fromkeys(supply.copied, 1.0 if relay == "never" else 0.0)
-    once = max(fair_loads(supply.total_sending()).values(), default=0.0)
-    allowed = WORTH_IT * max(once, max(fair_loads(supply.receiving).values(), default=0.0))
-    loads = fair_loads(supply.sending())
-    return {holders: min(1.0, allowed / max(max(loads[r] for r in holders), 1.0)) for holders in supply.copied}
+    once = max(loads_of(supply.total_sending()).values(), default=0.0)
+    allowed = WORTH_IT * max(once, max(loads_of(supply.receiving).values(), default=0.0))
+    loads = loads_of(supply.sending())
+    return {holders: min(1.0, allowed / max(max(loads[port(r)] for r in holders), 1.0)) for holders in supply.copied}
 
 
 def fair_loads(demand: dict[Candidates, float]) -> dict[int, float]:

@@ -87,7 +87,7 @@ def layer_results() -> Iterator[LayerResult]:
         ranks = range(16), range(16, 16 + 8 * row.replicas)
         cluster, times = layer_cluster(), []
         for once in (True, False):
-            options = PlanOptions(bucket_bytes=2 << 30, once_per_domain=once, relay="never")
+            options = PlanOptions(bucket_bytes=4 << 30, once_per_domain=once, relay="never")
             plan = plan_refit(source, sink, (LAYER,), domains, options)
             predicted = predict(plan, cluster, senders=ranks[0], receivers=ranks[1], overlap=False)
             times.append(1e3 * predicted.seconds)

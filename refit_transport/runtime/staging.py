@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-SLOTS = 2
-"""Buckets in flight at once: while one is exchanged, the next is packed or the previous one unpacked."""
+from refit_transport.planning.plan import IN_FLIGHT
+
+SLOTS = IN_FLIGHT
+"""Buckets that have memory at once: while some are exchanged, the next is packed or the last one unpacked."""
 
 PAGE = 4096
 LINE = 64

@@ -7,7 +7,15 @@ from typing import Any
 
 from refit_transport.planning.plan import PlanOptions
 
-_TAKEN = ("bucket_bytes", "stripe_bytes", "once_per_domain", "relay", "broadcast_root", "wire_dtype")
+_TAKEN = (
+    "bucket_bytes",
+    "stripe_bytes",
+    "once_per_domain",
+    "relay",
+    "network_ports",
+    "broadcast_root",
+    "wire_dtype",
+)
 
 
 def plan_options(cfg: Mapping[str, Any], **defaults: Any) -> PlanOptions:

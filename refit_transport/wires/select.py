@@ -19,7 +19,13 @@ def _tcp(options: Options) -> Wire:
         host=options.get("host", "127.0.0.1"),
         network_interface=options.get("network_interface"),
         domain_interface=options.get("domain_interface"),
+        stall_s=_stall_seconds(options),
     )
+
+
+def _stall_seconds(options: Options) -> float:
+    """How long a peer may give no sign of life: long enough for an engine that loads a bucket meanwhile."""
+    return min(30.0, float(options.get("timeout_s", 20.0)) / 4)
 
 
 def _gloo(options: Options) -> Wire:

@@ -147,6 +147,10 @@ class TcpWire:
         finally:
             self._busy.release()
 
+    def shares(self, memory: torch.Tensor) -> bool:
+        """Whether ``memory`` is staging that peers may read in place."""
+        return memory.data_ptr() in self._blocks
+
     def block_of(self, memory: torch.Tensor) -> BlockAddress:
         """Where peers find the staging that ``memory`` is."""
         return self._blocks[memory.data_ptr()]

@@ -60,9 +60,9 @@ def test_buckets_are_sized_by_the_layout_and_not_by_the_memory_of_the_moment(dev
     shape = (64, 256)
     source = TensorSource({"weight": shape}, {"weight": [(Region.whole(shape), torch.empty(shape, device=device))]})
     plan, _ = to_one_engine([source], shape, torch.float32)
-    assert len(plan.buckets) == 64 * 256 * 4 // ALL["bucket_bytes"]
+    assert len(plan.buckets) == 64 * 256 * 4 // plan.options.fill_bytes == 32
     program = compile_program(plan, 0)
-    assert max(message.nbytes for bucket in program.buckets for message in bucket.sends) <= ALL["bucket_bytes"]
+    assert max(message.nbytes for bucket in program.buckets for message in bucket.sends) <= plan.options.fill_bytes
 
 
 def test_parameters_that_were_offloaded_after_planning_are_named_and_not_sent_empty() -> None:

@@ -75,9 +75,9 @@ class Allocations(TorchDispatchMode):
 
 
 def staging_bound(refit: Refit, rank: int) -> int:
-    """Two buckets, every message in them rounded up to a line, and the whole to a page."""
+    """Two buckets, in slots of half of one, every message in them rounded up to a line, and each slot to a page."""
     messages = max(len(bucket.sends) + len(bucket.recvs) for bucket in refit.bindings[rank].program.buckets)
-    return SLOTS * (refit.plan.options.bucket_bytes + LINE * messages + PAGE)
+    return 2 * refit.plan.options.bucket_bytes + SLOTS * (LINE * messages + PAGE)
 
 
 @pytest.mark.parametrize(("trainer", "engine", "name", "path", "domains", "dtype"), PAIRS, ids=lambda part: str(part))

@@ -11,7 +11,7 @@ from refit_transport.layout.layout import Cell, Entry, Layout, LogicalParameter,
 from refit_transport.layout.region import Region
 from refit_transport.planning.cost import PHASES, lower_bound, predict
 from refit_transport.planning.cost_traffic import measure
-from refit_transport.planning.plan import Link, Plan, PlanOptions
+from refit_transport.planning.plan import IN_FLIGHT, Link, Plan, PlanOptions
 from refit_transport.planning.planner import plan_refit
 from refit_transport.planning.presets.clusters import CLUSTERS, Cluster
 from refit_transport.planning.presets.models import MODELS
@@ -125,7 +125,7 @@ def test_the_time_line_keeps_the_order_of_phases_and_of_buckets() -> None:
     assert spans.shape == (len(plan.buckets), len(PHASES), 2)
     assert (spans[:, :, 1] >= spans[:, :, 0]).all()
     assert (np.diff(spans[:, :, 1], axis=0) >= -1e-12).all()
-    assert (spans[2:, 0, 0] >= spans[:-2, -1, 1] - 1e-12).all(), "more than two buckets in flight"
+    assert (spans[IN_FLIGHT:, 0, 0] >= spans[:-IN_FLIGHT, -1, 1] - 1e-12).all(), "more buckets than there is memory for"
 
 
 def test_sums_by_bucket_equal_a_walk_over_every_slab_and_transfer() -> None:

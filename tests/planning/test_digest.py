@@ -49,6 +49,7 @@ OTHER_VALUES = [
     ("stripe_bytes", 2),
     ("once_per_domain", False),
     ("relay", "never"),
+    ("network_ports", "domain"),
     ("broadcast_root", "single"),
     ("wire_dtype", "float32"),
 ]

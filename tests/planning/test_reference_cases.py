@@ -125,3 +125,18 @@ def test_with_every_root_all_trainers_share_the_sending_of_whole_tensors() -> No
     plan = planned({"w": source}, {"w": sink}, [[0], [1], [2, 3], [4, 5]], options, whole=True)
     sent, _ = bytes_by_rank(plan, Link.NETWORK)
     assert sent[0] == sent[1] == 128
+
+
+@pytest.mark.parametrize(("ports", "copies_sent"), [("rank", 2), ("domain", 1)])
+def test_copies_are_relayed_where_trainers_share_a_port_that_would_carry_them_twice(
+    ports: str, copies_sent: int
+) -> None:
+    """Four trainers' own ports carry two copies as fast as two receiving ranks take one; a shared port does not."""
+    source, sink = on_mesh((16, 8), range(4), ROWS), on_mesh((16, 8), range(4, 8), [Replicate(), Shard(1)], (2, 2))
+    options = PlanOptions(stripe_bytes=1, network_ports=ports)
+    plan = planned({"w": source}, {"w": sink}, [range(4), [4, 5], [6, 7]], options)
+    sent, received = bytes_by_rank(plan, Link.NETWORK)
+    held = 16 * 8 * 2
+    assert sent[:4].sum() == copies_sent * held
+    assert received[4:6].sum() == received[6:].sum() == held
+    assert sent[4:].sum() == (2 - copies_sent) * held

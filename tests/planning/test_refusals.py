@@ -58,11 +58,11 @@ def test_a_rank_outside_all_domains_and_a_rank_in_two_are_refused() -> None:
 
 
 def test_a_row_larger_than_a_bucket_is_refused_with_the_option_to_raise() -> None:
-    with pytest.raises(PlanError, match="bucket_bytes 3: raise bucket_bytes"):
-        planned({"up": WHOLE}, {"up": NEED}, DOMAINS, PlanOptions(bucket_bytes=3))
+    with pytest.raises(PlanError, match="more than the 6 bytes of half a bucket: raise bucket_bytes"):
+        planned({"up": WHOLE}, {"up": NEED}, DOMAINS, PlanOptions(bucket_bytes=12))
 
 
-@pytest.mark.parametrize("option", ["relay", "broadcast_root"])
+@pytest.mark.parametrize("option", ["relay", "network_ports", "broadcast_root"])
 def test_an_unknown_option_value_is_refused_with_the_allowed_ones(option: str) -> None:
     with pytest.raises(PlanError, match=f"{option} is 'sometimes'; allowed: "):
         planned({"up": WHOLE}, {"up": NEED}, DOMAINS, PlanOptions(**{option: "sometimes"}))

@@ -11,6 +11,8 @@ import pytest
 from forked_wires import Rank, Ranks
 from refit_cases import Case, Tensor, bound_rank, columns, everything, merged, rows
 
+from refit_transport.runtime.staging import PAGE, SLOTS
+
 T, E = [0, 1, 2, 3], [4, 5, 6, 7]
 SPLIT = ((0, 1, 2, 3), (4, 5, 6, 7))
 BIG, ODD = (64, 96), (37, 10)
@@ -181,8 +183,7 @@ def test_network_carries_every_byte_once_and_staging_stays_in_the_budget() -> No
         results = ranks.results()
     held = sum(t.shape[0] * t.shape[1] * 4 for t in case.tensors)
     assert sum(stats.sent["network"] for _, stats, _ in results.values()) == held
-    page = 4096
-    assert max(extra for _, _, extra in results.values()) <= 2 * (case.options["bucket_bytes"] + page)
+    assert max(extra for _, _, extra in results.values()) <= 2 * case.options["bucket_bytes"] + SLOTS * PAGE
 
 
 def test_ten_refits_leave_descriptors_and_memory_as_they_were() -> None:

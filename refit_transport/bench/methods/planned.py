@@ -33,7 +33,13 @@ def plan_of(name: str, config: BenchConfig, tensors: tuple[BenchTensor, ...]) ->
     """The plan that a session would make with the transport's options."""
     transport, fixed = OPTIONS[name]
     chosen = get_transport(transport)
-    options = {"scope": config.scope, "bucket_bytes": config.bucket_bytes, "relay": config.relay, **fixed}
+    options = {
+        "scope": config.scope,
+        "bucket_bytes": config.bucket_bytes,
+        "relay": config.relay,
+        "network_ports": "rank" if config.cluster.nic == "rank" else "domain",
+        **fixed,
+    }
     parameters = tuple(tensor.logical for tensor in tensors)
     whole = frozenset(parameter.name for parameter in parameters) - chosen.direct_names(parameters, options)
     return plan_refit(
@@ -99,7 +105,13 @@ class Planned:
             "messages": stats.messages,
             "seconds": dict(stats.seconds),
             "staged_bytes": self._binding.peak_extra_bytes,
+            "shared_bytes": self._shared_bytes(),
         }
+
+    def _shared_bytes(self) -> int:
+        """Of its staging, what peers read in place."""
+        memory = self._binding.memory
+        return 0 if memory is None or not self._wire.shares(memory) else memory.numel()
 
     def close(self) -> None:
         self._wire.close()

@@ -98,7 +98,7 @@ def _carriage(*wires: str) -> tuple[Key, ...]:
             "bucket_bytes",
             int,
             BUCKET_BYTES,
-            "Most bytes that a rank stages for one bucket, in plus out.",
+            "Half of what a rank may stage at once, in plus out. It is staged as four buckets of half this size.",
             minimum=4096,
         ),
         Key(
@@ -164,6 +164,14 @@ REFIT = (
             "Forward a copy from domain to domain instead of sending it again: when it lowers the bottleneck, or by "
             "force.",
             choices=("auto", "never", "always"),
+        ),
+        Key(
+            "network_ports",
+            str,
+            "rank",
+            "Who has a network port of its own, which `relay: auto` has to know: every `rank`, or every `domain`, "
+            "whose ranks share it.",
+            choices=("rank", "domain"),
         ),
         Key(
             "quantize",

@@ -41,10 +41,22 @@ def start_engine(path: Path, **options: Any) -> Any:
     # In whole GiB, and it wins over kv_cache_memory_bytes: twenty engines of this process would fill the machine.
     space = os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     try:
-        return LLM(model=str(path), **{**OPTIONS, **options})
+        llm = LLM(model=str(path), **{**OPTIONS, **options})
     finally:
         if space is not None:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = space
+    if single:
+        _make_expert_group()
+    return llm
+
+
+def _make_expert_group() -> None:
+    """The first engine of a process makes the process groups, and one without experts makes none for experts."""
+    from vllm.distributed import parallel_state
+
+    if parallel_state._EP is None:
+        rank = parallel_state.get_world_group().local_rank
+        parallel_state._EP = parallel_state.init_model_parallel_group([[0]], rank, "gloo", group_name="ep")
 
 
 def worker_of(llm: Any) -> Any:

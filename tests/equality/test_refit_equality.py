@@ -34,8 +34,7 @@ FAMILIES = {
     "qwen3": ("bfloat16", "bfloat16"),
     "qwen3_tied": ("float32", "float32"),
 }
-"""Family to the dtype of its checkpoint, which is the trainers', and the engine's. Experts come first: vLLM makes its
-expert-parallel group only when the first engine of a process has some."""
+"""Family to the dtype of its checkpoint, which is the trainers', and the engine's."""
 OTHERS = ("mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "nemotron_h", "llama", "qwen2")
 UNSTABLE = frozenset({"deepseek_v3"})
 """MLA on CPU gives other numbers for the same request twice: only the weights are compared."""

@@ -189,6 +189,7 @@ def test_replicas_receive_each_byte_once_over_the_network(family, pairs, loaded,
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3", "qwen3_tied"])
 def test_two_workers_receive_their_halves_and_equal_fresh_engines(family, pairs, loaded, replica_process, tmp_path):
     pair = make_pair(family, tmp_path, dtypes_of(family), tensor_parallel_size=2)

@@ -48,6 +48,9 @@ def test_five_mistakes_print_five_lines_and_no_traceback(capsys: pytest.CaptureF
     assert {line.split(":")[0] for line in lines} == {mistake.split("=")[0] for mistake in mistakes}
 
 
+PPO = "recipes/ppo-reverse-digits-1n4r-fsdp2-tp2.yaml"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -56,8 +59,8 @@ def test_five_mistakes_print_five_lines_and_no_traceback(capsys: pytest.CaptureF
         (["grpo", "--config", "nosuch.yaml"], "no such configuration"),
         (["ppo", "--config", BASE], "a recipe of ppo"),
         (
-            ["grpo", "--config", BASE, "policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false"],
-            "plan it with refit-transport plan",
+            ["ppo", "--config", PPO, "policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false"],
+            "policy.megatron_cfg.enabled",
         ),
         (["grpo", "--config", BASE, "policy.model_name=/no/model"], "a checkpoint's directory, or one of tiny/qwen3"),
         (["classify", "nosuch"], "nosuch"),

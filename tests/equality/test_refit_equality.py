@@ -154,7 +154,6 @@ def test_ten_refits_there_and_back_equal_fresh_engines(family, transport, pairs,
             assert refits.sent["network"] == refits.report["bytes_network"] == total
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", OTHERS)
 def test_every_family_equals_fresh_engines(family, pairs, loaded):
     pair = pairs(family)

@@ -86,7 +86,7 @@ class BenchConfig:
     relay: str = "auto"
     """Domain-to-domain relay, as the transports' option of that name."""
     deadline_seconds: float = 120.0
-    targets: Mapping[str, float] = field(default_factory=dict)
+    targets: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def world(self) -> tuple[int, ...]:

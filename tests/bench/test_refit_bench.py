@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -122,6 +123,7 @@ def test_every_transport_runs_on_one_host_and_the_files_hold_their_figures(tmp_p
     assert "plain two-process stream" in printed
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_a_folder_is_a_refit_too(tmp_path):
     text = ONE_HOST.replace(
         "[nccl_reshard, gather_broadcast, gather_broadcast_every, parameter_loop, stream]", "[checkpoint]"
@@ -169,7 +171,7 @@ def test_a_run_that_is_stopped_leaves_no_namespace_and_no_rank(tmp_path, number)
     child.join(30)
     assert child.exitcode not in (None, 0)
     assert not list(NAMESPACES.glob(f"{PREFIX}{child.pid}-*"))
-    assert not _group_is_alive(child.pid)
+    _wait_for_the_end_of_group(child.pid)
 
 
 def _bench_in_a_group_of_its_own(path: Path, said: int) -> None:
@@ -180,9 +182,13 @@ def _bench_in_a_group_of_its_own(path: Path, said: int) -> None:
     os._exit(code)
 
 
-def _group_is_alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def _wait_for_the_end_of_group(group: int) -> None:
+    """Ranks are killed when the run ends; on a busy machine they need a moment. Fails when one lives for 20 s."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"ranks of process group {group} outlive the run")

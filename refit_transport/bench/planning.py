@@ -115,8 +115,16 @@ def measure(case: Case) -> Measured:
         plan_seconds=planned - start,
         compile_seconds=seconds,
         cpu_seconds=cpu_planned - cpu + cpu_seconds,
-        mebibytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        mebibytes=_peak_mebibytes(),
     )
+
+
+def _peak_mebibytes() -> float:
+    """Most resident memory since this program began. ``ru_maxrss`` would count the process that started it as well."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def _compile(plan: Plan, rank: int) -> tuple[float, float, int]:

@@ -176,6 +176,8 @@ def test_a_run_that_is_stopped_leaves_no_namespace_and_no_rank(tmp_path, number)
 
 def _bench_in_a_group_of_its_own(path: Path, said: int) -> None:
     os.setsid()
+    # A shell starts background jobs with SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(said, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     code = main(["bench", "refit", "--config", str(path), "--emulate"])

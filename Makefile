@@ -1,7 +1,7 @@
 # `make demo` and `make test` need Python 3.11 or newer and nothing else: they make .venv on the first call.
 
 PYTHON ?= python3
-EXTRAS ?= cpu dev
+EXTRAS ?= cpu dev megatron
 RECIPE ?= recipes/grpo-reverse-digits-1n4r-fsdp2-tp2.yaml
 ARGS ?=
 BIN := .venv/bin

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-DEFAULT = "gather_broadcast"
+from refit_transport.transports.registry import DEFAULT
 
 
 def session_options(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from refit_transport.config.check import select
 from refit_transport.config.model_facts import ModelFacts, read_model_config
+from refit_transport.transports.registry import DEFAULT
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Setup:
 
     @property
     def transport(self) -> str:
-        return self.get("policy.generation.refit_transport") or "gather_broadcast"
+        return self.get("policy.generation.refit_transport") or DEFAULT
 
     @property
     def trainer(self) -> str:

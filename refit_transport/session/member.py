@@ -30,7 +30,7 @@ from refit_transport.quantization.source import QuantizedSource
 from refit_transport.runtime.binding import Binding
 from refit_transport.runtime.checksums import Checksums
 from refit_transport.trainers.base import WeightSource
-from refit_transport.transports.registry import get_transport
+from refit_transport.transports.registry import DEFAULT, get_transport
 from refit_transport.wires.base import Peer, Wire
 from refit_transport.wires.select import make_wire
 
@@ -236,7 +236,7 @@ class RefitMember:
         return merge_totals(
             totals,
             version=version,
-            transport=self.options.get("transport") or "gather_broadcast",
+            transport=self.options.get("transport") or DEFAULT,
             wire=self._wire.name,
             unchanged_since=unchanged_since,
         )

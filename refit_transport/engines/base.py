@@ -31,6 +31,10 @@ class SinkDescription:
 class WeightSink(Protocol):
     """One inference rank. The order of calls in a refit is begin, (view, arrived)*, commit; or abort at any point."""
 
+    transient: frozenset[str]
+    """Direct names, known once described, whose views live only from the moment they are asked for until the name is
+    complete. Their pieces are staged, and a view is asked for at each copy. Views of all other names stay valid."""
+
     def describe(self, parameters: Sequence[LogicalParameter], direct: frozenset[str]) -> SinkDescription:
         """Where each checkpoint tensor lands on this rank. ``direct`` names the tensors that should go shard to shard;
         any that cannot is returned in ``whole`` with its reason. Raises ValueError when a tensor of the engine would be

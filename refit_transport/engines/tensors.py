@@ -19,6 +19,8 @@ class TensorSink:
     """Implements ``WeightSink``. Names in ``whole`` always come as full tensors, of which the rank keeps its regions,
     as a model's own loader would."""
 
+    transient: frozenset[str] = frozenset()
+
     def __init__(self, holdings: Holdings, whole: frozenset[str] = frozenset()) -> None:
         for name, held in holdings.items():
             for region, tensor in held:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -17,7 +18,7 @@ from .arena import Arena, Lifetime
 from .bucket_layout import BucketLayout, lay_out
 from .checksums import Checksums
 from .pieces import Pieces
-from .replay import BoundBucket, BoundMessage, Copies
+from .replay import BoundBucket, BoundMessage, Copies, Target
 from .staging import PAGE, SLOTS, Staging, aligned
 
 
@@ -132,12 +133,14 @@ class Binding:
             raise ValueError(f"rank {self.rank} has to send {self._pieces.traits(row).name} but has no weight source")
         return self._pieces.source_view(self.source, row)
 
-    def _target_view(self, row: int) -> torch.Tensor:
+    def _target_view(self, row: int) -> Target:
         traits = self._pieces.traits(row)
         if traits.whole:
             return self._arena.tensors[self._pieces.parameter[row]][self._pieces.region(row).slices()]
         if self.sink is None:
             raise ValueError(f"rank {self.rank} has to store {traits.name} but has no weight sink")
+        if traits.name in self.sink.transient:
+            return partial(self._pieces.sink_view, self.sink, row)
         return self._pieces.sink_view(self.sink, row)
 
     def _arrivals(self) -> tuple[dict[int, Lifetime], list[tuple[list[str], list[int]]]]:

@@ -11,6 +11,7 @@ from refit_transport.layout.region import Region
 from refit_transport.planning.program import BucketProgram, Message
 
 from .pieces import Pieces
+from .replay import Target
 from .staging import Staging, aligned
 
 
@@ -24,7 +25,7 @@ class BucketLayout:
     """Offset of every staged row. Rows of equal own data share one."""
     direct: dict[int, torch.Tensor] = field(default_factory=dict)
     """Live bytes (uint8, 1-D) of every row that is not staged."""
-    views: dict[int, torch.Tensor] = field(default_factory=dict)
+    views: dict[int, Target] = field(default_factory=dict)
     """Live tensor of every row that is packed or unpacked here."""
     packed: list[list[int]] = field(default_factory=list)
     """Rows to pack, by sent message; data that several messages carry is packed for the first of them."""
@@ -46,7 +47,7 @@ class _Layouter:
         bucket: BucketProgram,
         staging: Staging,
         source: Callable[[int], torch.Tensor],
-        target: Callable[[int], torch.Tensor],
+        target: Callable[[int], Target],
     ) -> None:
         self.pieces, self.bucket, self.staging = pieces, bucket, staging
         self.source, self.target = source, target
@@ -103,10 +104,11 @@ class _Layouter:
         for row, first in twins.items():
             self.out.staged[row] = self.out.staged[first]
 
-    def _goes_direct(self, row: int, view: torch.Tensor) -> bool:
+    def _goes_direct(self, row: int, view: Target) -> bool:
         least = self.staging.direct_bytes
         return (
             least is not None
+            and isinstance(view, torch.Tensor)
             and self.pieces.nbytes[row] >= least
             and view.is_contiguous()
             and view.dtype == self.pieces.traits(row).wire
@@ -126,9 +128,10 @@ def lay_out(
     bucket: BucketProgram,
     staging: Staging,
     source: Callable[[int], torch.Tensor],
-    target: Callable[[int], torch.Tensor],
+    target: Callable[[int], Target],
 ) -> BucketLayout:
-    """Lay out one bucket. ``source`` and ``target`` give the live tensor of a row on either side."""
+    """Lay out one bucket. ``source`` and ``target`` give the live tensor of a row on either side; a ``target`` that is
+    not there yet is staged."""
     layouter = _Layouter(pieces, bucket, staging, source, target)
     for index, message in enumerate(bucket.recvs):
         layouter.receive(index, message)

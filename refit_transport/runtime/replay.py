@@ -9,6 +9,9 @@ import torch
 
 from refit_transport.planning.plan import Link
 
+Target = torch.Tensor | Callable[[], torch.Tensor]
+"""A live tensor to write into, or what gives one that exists only for a part of a refit."""
+
 
 @dataclass(slots=True)
 class Copies:
@@ -16,21 +19,28 @@ class Copies:
 
     dst: list[torch.Tensor] = field(default_factory=list)
     src: list[torch.Tensor] = field(default_factory=list)
+    late: list[tuple[Callable[[], torch.Tensor], torch.Tensor]] = field(default_factory=list)
+    """Copies whose destination is asked for at the moment of the copy."""
     then: Callable[[], None] | None = None
     """Called once the copies are made, or at once when there are none."""
 
-    def add(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        self.dst.append(dst)
-        self.src.append(src)
+    def add(self, dst: Target, src: torch.Tensor) -> None:
+        if isinstance(dst, torch.Tensor):
+            self.dst.append(dst)
+            self.src.append(src)
+        else:
+            self.late.append((dst, src))
 
     def run(self) -> None:
         if self.dst:
             torch._foreach_copy_(self.dst, self.src)
+        if self.late:
+            torch._foreach_copy_([give() for give, _ in self.late], [src for _, src in self.late])
         if self.then is not None:
             self.then()
 
     def __len__(self) -> int:
-        return len(self.dst)
+        return len(self.dst) + len(self.late)
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 
 import torch
@@ -12,7 +13,7 @@ from refit_transport.layout.region import Region
 from refit_transport.planning.m2n import Geometry, SideMesh, Stack, sink_layout
 from refit_transport.planning.plan import TransferGroup
 from refit_transport.runtime.binding import Binding
-from refit_transport.runtime.replay import Copies
+from refit_transport.runtime.replay import Copies, Target
 
 
 @dataclass(slots=True)
@@ -57,31 +58,34 @@ def _bound(
     if place in geometry.source.ranks:
         holdings = binding.source.holdings()
         views = [_checked(binding.source.view, p.name, holdings[p.name][0], p.dtype) for p in parameters]
-        bound.source, slots = _stacked(geometry, geometry.source, views, pool)
+        bound.source, slots = _stacked(geometry, geometry.source, views, views[0].shape, pool)
         for slot, view in zip(slots, views, strict=bool(slots)):
             bound.pack.add(slot, view)
     if place in geometry.sink.ranks:
-        views = []
+        targets: list[Target] = []
         for member, parameter in zip(stack.members, parameters, strict=True):
             (region,) = sink_layout(groups[member]).regions_of(binding.rank)
-            views.append(_checked(binding.sink.view, parameter.name, region, groups[member].dst_dtype))
-        bound.sink, slots = _stacked(geometry, geometry.sink, views, pool)
-        for slot, view in zip(slots, views, strict=bool(slots)):
-            bound.unpack.add(view, slot)
+            give = partial(_checked, binding.sink.view, parameter.name, region, groups[member].dst_dtype)
+            targets.append(give if parameter.name in binding.sink.transient else give())
+        bound.sink, slots = _stacked(geometry, geometry.sink, targets, region.shape, pool)
+        for slot, target in zip(slots, targets, strict=bool(slots)):
+            bound.unpack.add(target, slot)
     return bound
 
 
 def _stacked(
-    geometry: Geometry, side: SideMesh, views: Sequence[torch.Tensor], pool: torch.Tensor | None
+    geometry: Geometry, side: SideMesh, views: Sequence[Target], piece: tuple[int, ...], pool: torch.Tensor | None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The buffer of a side, and in it a slot of each view's shape; no slots where the live tensor itself will do."""
+    """The buffer of a side, and in it a slot of shape ``piece`` for each view; no slots where one live tensor will
+    do."""
     dtype = getattr(torch, geometry.dtype)
     shape = geometry.local_shape(side, len(views))
-    if len(views) == 1 and views[0].is_contiguous() and views[0].dtype == dtype:
-        return views[0].view(shape), []
+    live = views[0]
+    if len(views) == 1 and isinstance(live, torch.Tensor) and live.is_contiguous() and live.dtype == dtype:
+        return live.view(shape), []
     buffer = pool[: prod(shape) * dtype.itemsize].view(dtype)
     slots = buffer.view(len(views), -1)
-    return buffer.view(shape), [slots[i].view(view.shape) for i, view in enumerate(views)]
+    return buffer.view(shape), [slot.view(piece) for slot in slots]
 
 
 def _checked(view: Callable[[str, Region], torch.Tensor], name: str, region: Region, dtype: str) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from vllm_engines import LocalRefit, fingerprint_of, outputs_of
+from vllm_engines import LocalRefit, bind_alone, fingerprint_of, outputs_of
 
 pytestmark = pytest.mark.engine
 
@@ -87,6 +87,25 @@ def test_staging_memory_is_that_of_the_modules_in_flight(family):
     total = sum(t.nbytes for t in family.checkpoints["a"].values())
     assert refit.sink.staged_bytes == 0
     assert 0 < refit.peak_staged_bytes < total
+
+
+def test_a_bound_refit_stages_the_modules_in_flight_only_and_binds_once(family):
+    sink, held = family.sink(), {name: tensor.clone() for name, tensor in family.checkpoints["a"].items()}
+    binding = bind_alone(sink, held)
+    assert sink.staged_bytes == 0
+    peak = 0
+    for version, which in enumerate("ba", start=1):
+        for name, tensor in family.checkpoints[which].items():
+            held[name].copy_(tensor)
+        binding.begin(version)
+        assert not binding.stale
+        for bucket in binding.buckets:
+            bucket.local.run()
+            peak = max(peak, sink.staged_bytes)
+            sink.arrived(bucket.direct, bucket.whole)
+        sink.commit(version)
+        assert fingerprint_of(family.llm) == family.fingerprints[which]
+    assert 0 < peak < sum(tensor.nbytes for tensor in held.values())
 
 
 def test_aborted_refit_leaves_an_engine_that_computes_and_that_the_next_refit_heals(family):

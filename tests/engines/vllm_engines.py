@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
+from refit_transport.layout.describe import Holding, describe
 from refit_transport.layout.layout import LogicalParameter
+from refit_transport.layout.region import Region
+from refit_transport.planning import PlanOptions, compile_program, plan_refit
+from refit_transport.runtime.binding import Binding
+from refit_transport.runtime.staging import Staging
+from refit_transport.trainers.tensors import TensorSource
 from tests.models import make_model, read_checkpoint
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -115,6 +121,27 @@ class LocalRefit:
         elif name in self.description.whole:
             dtype = getattr(torch, self.description.dtypes[name])
             self.sink.arrived([], [(name, tensor.to(dtype).contiguous())])
+
+
+def bind_alone(sink: Any, tensors: dict[str, torch.Tensor]) -> Binding:
+    """A binding of one rank that trains ``tensors`` and serves ``sink``, over small buckets."""
+    parameters = parameters_of(tensors)
+    described = sink.describe(parameters, frozenset(tensors))
+    held, needed = [], []
+    for p in parameters:
+        dtype, everything = described.dtypes.get(p.name), (Region.whole(p.shape),)
+        held.append(Holding((p.name,), p.shape, p.dtype, everything))
+        if p.name in described.direct:
+            needed.append(Holding((p.name,), p.shape, dtype, described.direct[p.name]))
+        elif p.name in described.whole:
+            needed.append(Holding((p.name,), p.shape, dtype, everything, whole=True))
+    options = PlanOptions(bucket_bytes=1 << 14)
+    plan = plan_refit(describe({0: held}), describe({0: needed}), parameters, ((0,),), options)
+    views = {p.name: [(Region.whole(p.shape), tensors[p.name])] for p in parameters}
+    source = TensorSource({p.name: p.shape for p in parameters}, views)
+    binding = Binding(plan, compile_program(plan, 0), source, sink)
+    binding.bind(Staging())
+    return binding
 
 
 def halves(region: Any) -> list[Any]:

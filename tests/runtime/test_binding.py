@@ -215,3 +215,20 @@ def test_sources_and_sinks_refuse_what_they_do_not_hold() -> None:
         sink.commit(1)
     with pytest.raises(ValueError, match="no trainer holds w"):
         sink.describe([], frozenset())
+
+
+def test_views_that_exist_only_for_a_while_are_taken_when_they_are_written() -> None:
+    tensors = tuple(Tensor(f"w{i}", SHAPE, rows(SHAPE, [0]), rows(SHAPE, [1])) for i in range(6))
+    case = Case(tensors, TWO, {"bucket_bytes": NBYTES * 2}, transient=True)
+    ranks = both(case)
+    sink, receiver = ranks[1][2:]
+    direct = Staging(direct_bytes=64)
+    receiver.bind(direct)
+    assert sink.most_open == 0, "binding takes no view"
+    for version in (1, 2):
+        deliver(case, ranks, {0: direct, 1: direct})
+        assert ranks[1][1].wrong(version) == []
+        ranks[0][0].fill(version + 1)
+        receiver.begin(version + 1)
+    assert sink.most_open == 1 and not sink.open
+    assert receiver.generation == 1, "nothing is bound anew"

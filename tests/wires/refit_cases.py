@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -41,6 +42,8 @@ class Case:
     options: dict = field(default_factory=dict)
     strided: bool = False
     """Local tensors are columns of wider ones, as in a fused parameter."""
+    transient: bool = False
+    """Engines give views only while a tensor is under way, as for modules that are repacked once they are complete."""
 
     def plan(self) -> Plan:
         parameters = [LogicalParameter(t.name, t.shape, t.dtype) for t in self.tensors]
@@ -131,11 +134,37 @@ def contents(case: Case, name: str, version: int) -> torch.Tensor:
     return hashed.view(torch.uint8).view(-1, 8)[:, : dtype.itemsize].contiguous().view(dtype).view(t.shape)
 
 
+class RepackingSink(TensorSink):
+    """Its views are of fresh memory, which is gone once the tensor is complete."""
+
+    def __init__(self, holdings: dict[str, list[tuple[Region, torch.Tensor]]]) -> None:
+        super().__init__(holdings)
+        self.transient = frozenset(holdings)
+        self.open: dict[str, TensorSink] = {}
+        self.most_open = 0
+
+    def view(self, name: str, region: Region) -> torch.Tensor:
+        if name not in self.open:
+            fresh = [(held, torch.empty(tensor.shape, dtype=tensor.dtype)) for held, tensor in self._holdings[name]]
+            self.open[name] = TensorSink({name: fresh})
+            self.most_open = max(self.most_open, len(self.open))
+        return self.open[name].view(name, region)
+
+    def arrived(self, direct: Sequence[str], whole: Sequence[tuple[str, torch.Tensor]]) -> None:
+        for name in direct:
+            fresh = self.open.pop(name)
+            for region, tensor in self._holdings[name]:
+                view = fresh.view(name, region)
+                tensor.copy_(view)
+                view.view(torch.uint8).fill_(GUARD) if view.dim() else view.zero_()
+        super().arrived(direct, whole)
+
+
 def bound_rank(case: Case, plan: Plan, rank: int) -> tuple[Shards, Shards, TensorSink, Binding]:
     """(what the rank trains, what it serves, its sink, the binding of both)."""
     trained, served = Shards(case, "trainers", rank), Shards(case, "engines", rank)
     source = TensorSource({t.name: t.shape for t in case.tensors}, trained.held) if trained.held else None
-    sink = TensorSink(served.held) if served.held else None
+    sink = (RepackingSink if case.transient else TensorSink)(served.held) if served.held else None
     return trained, served, sink, Binding(plan, compile_program(plan, rank), source, sink)
 
 

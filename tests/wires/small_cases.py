@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from forked_wires import Rank, Ranks
 from refit_cases import Case, Tensor, bound_rank, columns, contents, everything, merged, rows
@@ -57,6 +58,11 @@ CASES = {
     ),
     "a rank without a part": Case((Tensor("w", WIDE, rows(WIDE, [0]), columns(WIDE, [2])),), TWO_DOMAINS),
 }
+CASES["one hop, engines that repack"] = replace(CASES["one hop"], transient=True)
+CASES["engines that repack, three hops"] = replace(CASES["relay and fan-out: three hops"], transient=True)
+CASES["engines that repack and keep whole tensors"] = replace(
+    CASES["whole tensors, one over several buckets"], transient=True
+)
 
 
 def join(rank: Rank, wire: Wire, seconds: float = 20.0) -> Wire:

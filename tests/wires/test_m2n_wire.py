@@ -42,7 +42,9 @@ MIXED = Case(
     {"bucket_bytes": 3_000},
 )
 STRIDED = Case(MIXED.tensors, TWO_DOMAINS, {"bucket_bytes": 3_000}, strided=True)
-ALL_M2N = {name: CASES[name] for name in ("one hop", "one hop, strided", "one bucket", "casts")}
+ALL_M2N = {
+    name: CASES[name] for name in ("one hop", "one hop, strided", "one bucket", "casts", "one hop, engines that repack")
+}
 REPLICAS = Case(
     tuple(Tensor(f"w{i}", WIDE, rows(WIDE, T), merged(columns(WIDE, [2, 3]), columns(WIDE, [4, 5]))) for i in range(4)),
     ((0, 1), (2, 3, 4, 5)),

@@ -6,6 +6,7 @@ import os
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from forked_wires import Rank, Ranks
@@ -90,6 +91,12 @@ CASES = {
         {"bucket_bytes": 3_000},
     ),
 }
+for name in (
+    "rows to columns of two replicas in one domain",
+    "relayed from domain to domain",
+    "trainers that also serve",
+):
+    CASES[f"{name}, repacked"] = replace(CASES[name], transient=True)
 WIRES = {
     "shared memory": {},
     "sockets": {"shared_memory": False},

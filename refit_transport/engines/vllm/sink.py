@@ -31,14 +31,14 @@ class VllmSink:
     """One vLLM worker's model as a ``WeightSink``.
 
     Staged modules take memory from their first byte to their last. The stream arrives in the order of the layers, so
-    only the modules of a few layers are staged at any time; take views of direct regions bucket by bucket, not all at
-    once, whenever ``begin`` returns True.
+    only the modules of a few layers are staged at any time.
     """
 
     def __init__(self, model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> None:
         self._model, self._config, self._device = model, vllm_config, device
         self._modules = dict(model.named_modules())
         self._destinations = Destinations()
+        self.transient: frozenset[str] = frozenset()
         self._names_of: dict[str, frozenset[str]] = {}
         """Checkpoint tensors that each module waits for."""
         self._modules_of: dict[str, tuple[str, ...]] = {}
@@ -62,6 +62,11 @@ class VllmSink:
         self._modes = {path: write_mode(path, self._modules[path], self._device) for path in sorted(owners)}
         self._names_of = {path: frozenset(needed) for path, needed in names.items()}
         self._destinations = found
+        self.transient = frozenset(
+            name
+            for name, landings in found.direct.items()
+            if any(self._modes[path.rpartition(".")[0]] is WriteMode.STAGED for path, _ in landings)
+        )
         return found.description()
 
     @property
@@ -87,11 +92,7 @@ class VllmSink:
             module, _, _ = zero.tensor.rpartition(".")
             if self._modes[module] is WriteMode.LIVE:
                 zero.target.on(self._tensor(zero.tensor)).zero_()
-        return any(
-            self._modes[path.rpartition(".")[0]] is WriteMode.STAGED
-            for found in self._destinations.direct.values()
-            for path, _ in found
-        )
+        return False
 
     def view(self, name: str, region: Region) -> torch.Tensor:
         """See ``WeightSink``. Raises KeyError for a name that is not direct, ValueError for a region not its own."""

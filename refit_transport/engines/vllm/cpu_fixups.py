@@ -1,4 +1,4 @@
-"""What vLLM's CPU platform does to weights once after loading, repeated after each refit; and two of its gaps, mended.
+"""What vLLM's CPU platform does to weights once after loading, repeated after each refit; and gaps of it, mended.
 
 Each of these has a test that fails without it. On other devices nothing here runs.
 """
@@ -74,6 +74,37 @@ def map_expert_ids() -> None:
 
     apply.maps_expert_ids = True  # type: ignore[attr-defined]
     CPUUnquantizedExperts.apply = apply
+
+
+def exchange_tokens_of_experts() -> None:
+    """With data-parallel attention every expert rank needs the tokens of all, and returns sums to their owners. vLLM's
+    CPU platform lacks both exchanges, of different numbers of tokens per rank."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    for method in (all_gatherv, reduce_scatterv):
+        if method.__name__ not in vars(CpuCommunicator):
+            setattr(CpuCommunicator, method.__name__, method)
+
+
+def all_gatherv(
+    self: Any, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
+) -> torch.Tensor | list[torch.Tensor]:
+    """Rows of every rank, in their order; rank i of the group has ``sizes[i]`` of them, or as many as this one."""
+    if isinstance(input_, list):
+        return [all_gatherv(self, tensor, dim, sizes) for tensor in input_]
+    counts = sizes or [input_.shape[0]] * self.world_size
+    padded = input_.new_zeros((max(counts), *input_.shape[1:]))
+    padded[: input_.shape[0]] = input_
+    parts = [torch.empty_like(padded) for _ in counts]
+    torch.distributed.all_gather(parts, padded, group=self.device_group)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
+    """This rank's ``sizes[rank]`` slices along ``dim`` of the sum over all ranks."""
+    total = input_.clone()
+    torch.distributed.all_reduce(total, group=self.device_group)
+    return total.split(sizes or total.shape[dim] // self.world_size, dim)[self.rank_in_group].contiguous()
 
 
 def allocate_pipeline_buffers(model_runner: Any) -> None:

@@ -191,5 +191,7 @@ class ReshardEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
 
         if self.parallel_config.enable_expert_parallel:
             cpu_fixups.map_expert_ids()
+        if self.parallel_config.data_parallel_size > 1:
+            cpu_fixups.exchange_tokens_of_experts()
         if self.parallel_config.pipeline_parallel_size > 1 and self._worker is not None:
             cpu_fixups.allocate_pipeline_buffers(self._worker.model_runner)

@@ -7,8 +7,10 @@ and after a failure the group is abandoned.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -28,9 +30,9 @@ class GlooWire:
     """One rank's end. ``network_interface`` names the network device to bind to; by default the one that
     leads out of this host.
 
-    A group that is not through ``patience`` seconds plus its bytes at ``slowest`` bytes per second after it was posted
-    has failed: this bounds how long an abandoned helper thread lives on. ``patience`` covers what a peer does between
-    two groups, above all an engine that loads whole tensors.
+    A group that is not through ``patience`` seconds plus its bytes at ``slowest`` bytes per second after it is waited
+    for has failed: this bounds how long an abandoned helper thread lives on. ``patience`` covers what a peer does
+    between two groups, above all an engine that loads whole tensors.
     """
 
     name = "gloo"
@@ -103,7 +105,10 @@ class GlooWire:
 
 
 class _Operations:
-    """The lock-step backend: posts to the group, waits in the helper thread."""
+    """The lock-step backend: posts to the group, waits in the helper thread. gloo moves the bytes in a thread of its
+    own, all groups side by side, while the caller packs and unpacks."""
+
+    in_order = False
 
     def __init__(self, wire: GlooWire, deadline: float, failed: Callable[[], str | None], register: Register) -> None:
         self._wire, self._group = wire, wire._group
@@ -112,7 +117,7 @@ class _Operations:
 
     def post(self, sends: list[Part], recvs: list[Part]) -> _Posted:
         patience = self._wire._patience + sum(t.numel() for _, t in (*sends, *recvs)) / self._wire._slowest
-        posted = _Posted(patience, self._deadline)
+        posted = _Posted(patience)
         calls = [("receiving from", self._group.recv, part) for part in recvs]
         calls += [("sending to", self._group.send, part) for part in sends]
         for doing, call, (peer, tensor) in calls:
@@ -129,7 +134,14 @@ class _Operations:
         return tag
 
     def wait(self, handle: _Posted) -> None:
+        handle.deadline = min(self._deadline, time.monotonic() + handle.patience)
         self._watch(handle.wait, handle)
+
+    def packing(self, bucket: int) -> AbstractContextManager[None]:
+        """Copies are made at once."""
+        return nullcontext()
+
+    unpacking = packing
 
     def watched(self, call: Callable[[], object]) -> object:
         """The result of ``call``, made in the helper thread."""
@@ -175,9 +187,10 @@ class _Operations:
 class _Posted:
     """The operations of a group, and how far they have been waited for."""
 
-    def __init__(self, patience: float, deadline: float) -> None:
+    def __init__(self, patience: float) -> None:
         self.patience = patience
-        self.deadline = min(deadline, time.monotonic() + patience)
+        """Seconds that it may take from when it is waited for."""
+        self.deadline = math.inf
         self.works: list[tuple[str, int, dist.Work]] = []
         self.now: tuple[str, int] | None = None
         """What is being done, and the peer."""

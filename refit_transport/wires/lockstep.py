@@ -1,27 +1,24 @@
-"""Runs a bound program over a point-to-point backend in one fixed order of groups, equal on every rank.
+"""Runs a bound program over a point-to-point backend, in the order of actions that ``schedule`` gives.
 
-Group g holds hop 0 of bucket g and hop 1 of bucket g - 1, so that what enters a domain is fanned out while the next
-bucket crosses the network; later hops of bucket g - 1 follow in groups of their own. Ranks without a message in a group
-skip it. Since the order is the same everywhere, backends that match calls by order (NCCL) cannot deadlock.
-
-Two buckets are staged at a time. Without forwarding, the next bucket is packed and the last one unpacked while one is
-exchanged. With it, both slots are in the group that is under way, so packing and unpacking take their turn between
-groups.
+Since the order is the same on every rank, backends that match calls by order (NCCL) cannot deadlock. Ranks without a
+message in a group skip it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
 from refit_transport.planning.plan import Plan
 from refit_transport.runtime.binding import Binding
-from refit_transport.runtime.replay import BoundBucket, BoundMessage
+from refit_transport.runtime.replay import BoundMessage
 
 from .base import WireStats
+from .schedule import Group, Pack, Post, Unpack, Wait, schedule
 
 Part = tuple[int, torch.Tensor]
 """A peer and the uint8 run of memory to send to, or receive from, it."""
@@ -30,11 +27,21 @@ Part = tuple[int, torch.Tensor]
 class Backend(Protocol):
     """Point-to-point operations that complete in the background."""
 
+    in_order: bool
+    """Whether a group begins on this rank only when all that were posted before it are through."""
+
     def post(self, sends: list[Part], recvs: list[Part]) -> object:
         """Start all operations of one group and return a handle."""
 
     def wait(self, handle: object) -> None:
         """Return once what follows may read the received bytes and overwrite the sent ones. Raises WireError."""
+
+    def packing(self, bucket: int) -> AbstractContextManager[None]:
+        """Around the copies into the slot of ``bucket``: after what is unpacked from that slot, before what is posted
+        from here on."""
+
+    def unpacking(self, bucket: int) -> AbstractContextManager[None]:
+        """Around the copies out of the slot of ``bucket``: after its packing and the groups that were waited for."""
 
     def drain(self) -> None:
         """Return once everything is done on this rank, copies included. Raises WireError."""
@@ -49,31 +56,19 @@ def hops_of(plan: Plan) -> int:
     return max((int(group.transfers.hop.max(initial=0)) for group in plan.groups), default=0)
 
 
-def groups_of(step: int, buckets: int, hops: int) -> list[list[tuple[int, int]]]:
-    """The groups of a step, in order; each lists (bucket, hop)."""
-    groups = [[(step, 0), (step - 1, 1)], *([(step - 1, hop)] for hop in range(2, hops + 1))]
-    inside = [[(b, hop) for b, hop in group if 0 <= b < buckets and hop <= hops] for group in groups]
-    return [group for group in inside if group]
-
-
 def run_lockstep(binding: Binding, backend: Backend, parts: Parts, hops: int) -> WireStats:
     """One refit over ``binding``'s buckets; ``hops`` as ``hops_of`` says. Raises what the backend raises."""
     run = _Run(binding, backend, parts)
-    behind = min(hops, 1)
-    """Steps from a bucket's first group to its last."""
-    run.pack(0)
-    for step in range(len(binding.buckets) + behind):
-        for number, group in enumerate(groups_of(step, len(binding.buckets), hops)):
-            handle = run.post(group)
-            if number == 0 and not behind:
-                run.finish(step - 1)
-                run.pack(step + 1)
-            run.wait(handle, group)
-        if behind:
-            run.finish(step - behind)
-            run.pack(step + 1)
-    if not behind:
-        run.finish(len(binding.buckets) - 1)
+    for action in schedule(len(binding.buckets), hops, in_order=backend.in_order):
+        match action:
+            case Pack(bucket):
+                run.pack(bucket)
+            case Post(group):
+                run.post(group)
+            case Wait(group):
+                run.wait(group)
+            case Unpack(bucket):
+                run.unpack(bucket)
     run.drain()
     return run.stats
 
@@ -85,27 +80,25 @@ class _Run:
         self._binding, self._backend, self._parts = binding, backend, parts
         self.stats = WireStats()
         self._clock = _Clock(self.stats)
-
-    def _bucket(self, number: int) -> BoundBucket | None:
-        return self._binding.buckets[number] if 0 <= number < len(self._binding.buckets) else None
+        self._posted: dict[Group, object] = {}
 
     def pack(self, number: int) -> None:
-        if (bucket := self._bucket(number)) is None:
-            return
-        with self._clock("pack"):
+        bucket = self._binding.buckets[number]
+        with self._clock("pack"), self._backend.packing(number):
             bucket.pack.run()
             bucket.local.run()
         self.stats.sent["local"] += bucket.local_bytes
         self.stats.received["local"] += bucket.local_bytes
 
-    def post(self, group: list[tuple[int, int]]) -> object | None:
+    def post(self, group: Group) -> None:
         sends: list[Part] = []
         recvs: list[Part] = []
         for number, hop in group:
             bucket = self._binding.buckets[number]
             self._gather(bucket.sends, number, hop, sends, self.stats.sent, sending=True)
             self._gather(bucket.recvs, number, hop, recvs, self.stats.received, sending=False)
-        return self._backend.post(sends, recvs) if sends or recvs else None
+        if sends or recvs:
+            self._posted[group] = self._backend.post(sends, recvs)
 
     def _gather(
         self,
@@ -122,21 +115,21 @@ class _Run:
             counts[message.link.name.lower()] += message.nbytes
             self.stats.messages += sending
 
-    def wait(self, handle: object | None, group: list[tuple[int, int]]) -> None:
-        if handle is not None:
+    def wait(self, group: Group) -> None:
+        if (handle := self._posted.pop(group, None)) is not None:
             with self._clock("domain" if all(hop for _, hop in group) else "network"):
                 self._backend.wait(handle)
 
-    def finish(self, number: int) -> None:
+    def unpack(self, number: int) -> None:
         """Unpack a bucket that is complete, and say so to the engine."""
-        if (bucket := self._bucket(number)) is None:
-            return
-        with self._clock("unpack"):
-            for message in bucket.recvs:
-                message.unpack.run()
-        if self._binding.sink is not None and (bucket.direct or bucket.whole):
-            with self._clock("load"):
-                self._binding.sink.arrived(bucket.direct, bucket.whole)
+        bucket = self._binding.buckets[number]
+        with self._backend.unpacking(number):
+            with self._clock("unpack"):
+                for message in bucket.recvs:
+                    message.unpack.run()
+            if self._binding.sink is not None and (bucket.direct or bucket.whole):
+                with self._clock("load"):
+                    self._binding.sink.arrived(bucket.direct, bucket.whole)
 
     def drain(self) -> None:
         with self._clock("wait"):

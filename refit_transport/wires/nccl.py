@@ -1,7 +1,8 @@
 """The NCCL wire: grouped point-to-point calls in a communicator of its own, never the trainer's or the engine's.
 
-Everything of a refit is queued on streams: packing, exchange and unpacking of all buckets, without waiting for the
-device. Only the end is waited for, by looking at a mark, so that a lost peer ends in ``abort`` of the communicator and
+Everything of a refit is queued on streams: packing on one, exchange on the communicator's own, unpacking and loading on
+another, with events where a slot of memory passes from one to the next, and without waiting for the device. Only the
+end is waited for, by looking at a mark, so that a lost peer ends in ``abort`` of the communicator and
 an error. Calls into NCCL are made in a helper thread: the first exchange of a pair connects it, and that takes as long
 as the peer takes.
 """
@@ -10,13 +11,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from threading import Thread
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock, Thread
 
 import torch.distributed as dist
 
 from refit_transport.runtime.binding import Binding
-from refit_transport.runtime.staging import Staging
+from refit_transport.runtime.staging import SLOTS, Staging
 
 from .base import Peer, WireError, WireStats
 from .blame import LINGER_SECONDS, Register
@@ -24,7 +26,7 @@ from .helper_thread import NEWS_SECONDS, HelperThread, Interrupted, heard
 from .lockstep import Part, hops_of, run_lockstep
 from .message_cuts import DIRECT_BYTES, CutMessages
 from .nccl_group import GroupMaker, make_group
-from .nccl_queue import CudaQueue, Queue
+from .nccl_queue import CudaQueue, Mark, Queue
 from .rendezvous import Meeting
 from .watch import Watch
 
@@ -50,8 +52,11 @@ class NcclWire:
         self._meeting = Meeting(network_interface)
         self._make_group = group_maker
         self._queue = queue or CudaQueue()
+        self._packing, self._unpacking = self._queue.side_stream(), self._queue.side_stream()
         self._group: dist.ProcessGroupNCCL | None = None
-        self._released = False
+        self._unreleased: dist.ProcessGroupNCCL | None = None
+        """The group while nobody has aborted it: the watch and the caller may both want to, at the same time."""
+        self._releasing = Lock()
         self._peers: dict[int, Peer] = {}
         self._rank = -1
         self._staging = Staging(allocate=self._queue.memory, arena=self._queue.memory, direct_bytes=direct_bytes)
@@ -66,7 +71,7 @@ class NcclWire:
         self._rank, self._peers = rank, {peer.rank: peer for peer in peers}
         store = dist.PrefixStore("nccl", self._meeting.store(peers, deadline))
         try:
-            self._group = self._make_group(store, rank, len(peers), self._queue.device)
+            self._group = self._unreleased = self._make_group(store, rank, len(peers), self._queue.device)
             self._helper.call(self._form, deadline, lambda: None)
         except Interrupted as gave_up:
             self.close()
@@ -109,9 +114,10 @@ class NcclWire:
 
     def release(self) -> None:
         """Abort what is under way, from any thread."""
-        if self._group is not None and not self._released:
-            self._released = True
-            abort_in_background(self._group.abort)
+        with self._releasing:
+            group, self._unreleased = self._unreleased, None
+        if group is not None:
+            abort_in_background(group.abort)
 
     def close(self, lingering: bool = False) -> None:
         """Abort the communicator: the only way out of a kernel that waits for a peer that is gone."""
@@ -136,11 +142,24 @@ def abort_in_background(abort: Callable[[], object]) -> None:
 
 
 class _Groups:
-    """The lock-step backend: one NCCL group per step, ordered by streams."""
+    """The lock-step backend: one NCCL group per step, ordered by streams.
+
+    The communicator's stream waits for the packing stream at every group and runs the groups in order. The unpacking
+    stream waits for groups, and the packing stream for what was unpacked from the slot that it fills.
+    """
+
+    in_order = True
 
     def __init__(self, wire: NcclWire, deadline: float, watch: Watch, register: Register) -> None:
         self._wire, self._deadline, self._watch, self._register = wire, deadline, watch, register
-        self._stream = wire._queue.stream()
+        self._queue = wire._queue
+        begun = self._queue.mark()
+        for stream in (wire._packing, wire._unpacking):
+            with self._queue.on(stream):
+                self._queue.follow(begun)
+        self._packed: dict[int, Mark] = {}
+        self._unpacked: dict[int, Mark] = {}
+        """By bucket: the end of its copies, until its slot passes on."""
         self._posting: frozenset[int] = frozenset()
         self._works: list[tuple[dist.Work, frozenset[int]]] = []
         """Groups that are not known to be through, and the peers of each."""
@@ -154,7 +173,7 @@ class _Groups:
 
     def _grouped(self, sends: list[Part], recvs: list[Part]) -> dist.Work:
         group = self._wire._group
-        with self._wire._queue.on(self._stream):
+        with self._queue.on(self._wire._packing):
             group._start_coalescing()
             for peer, tensor in recvs:
                 group.recv([tensor], peer, 0)
@@ -163,13 +182,30 @@ class _Groups:
             return group._end_coalescing()
 
     def wait(self, handle: dist.Work) -> None:
-        """Later work of the stream waits for the group; the host does not."""
+        """What is unpacked from now on waits for the group; the host does not."""
 
         def on_stream() -> None:
-            with self._wire._queue.on(self._stream):
+            with self._queue.on(self._wire._unpacking):
                 handle.wait()
 
         self.watched(on_stream)
+
+    @contextmanager
+    def packing(self, bucket: int) -> Iterator[None]:
+        """On the packing stream."""
+        with self._queue.on(self._wire._packing):
+            if bucket >= SLOTS:
+                self._queue.follow(self._unpacked.pop(bucket - SLOTS))
+            yield
+            self._packed[bucket] = self._queue.mark()
+
+    @contextmanager
+    def unpacking(self, bucket: int) -> Iterator[None]:
+        """On the unpacking stream."""
+        with self._queue.on(self._wire._unpacking):
+            self._queue.follow(self._packed.pop(bucket))
+            yield
+            self._unpacked[bucket] = self._queue.mark()
 
     def watched(self, call: Callable[[], object]) -> object:
         """The result of ``call``, made in the helper thread; after a failure the communicator is aborted."""
@@ -185,7 +221,11 @@ class _Groups:
 
     def drain(self) -> None:
         """Wait for the end of the refit by looking: a wait could not be left when a peer is lost."""
-        mark = self._wire._queue.mark()
+        for stream in (self._wire._packing, self._wire._unpacking):
+            with self._queue.on(stream):
+                end = self._queue.mark()
+            self._queue.follow(end)
+        mark = self._queue.mark()
         while not mark.query():
             self._look()
             if (news := self._watch.news()) is not None or time.monotonic() > self._deadline:

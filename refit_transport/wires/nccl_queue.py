@@ -26,11 +26,17 @@ class Queue(Protocol):
     def stream(self) -> object:
         """The stream that the caller queues on."""
 
+    def side_stream(self) -> object:
+        """A new stream of the device."""
+
     def on(self, stream: object) -> AbstractContextManager[None]:
         """Makes this thread queue on ``stream``."""
 
     def mark(self) -> Mark:
         """A mark at the present end of the caller's stream."""
+
+    def follow(self, mark: Mark) -> None:
+        """What the caller queues on its stream from now on waits for ``mark``; the host does not."""
 
 
 class CudaQueue:
@@ -45,6 +51,9 @@ class CudaQueue:
     def stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
 
+    def side_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)
+
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
         return torch.cuda.stream(stream)
 
@@ -52,3 +61,6 @@ class CudaQueue:
         event = torch.cuda.Event()
         event.record(self.stream())
         return event
+
+    def follow(self, mark: torch.cuda.Event) -> None:
+        mark.wait(self.stream())

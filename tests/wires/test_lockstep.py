@@ -1,6 +1,8 @@
-"""The order of groups: the same on every rank, free of deadlock, with packing and unpacking beside the exchange."""
+"""Bound programs in lock-step: no deadlock, no slot packed before it is free, messages cut alike at both ends."""
 
 from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from small_cases import CASES, TWO_DOMAINS, WIDE, E, T
 
 from refit_transport.runtime.staging import SLOTS, Staging
 from refit_transport.wires.cuts import common_cuts, cut, cut_points
-from refit_transport.wires.lockstep import groups_of, hops_of, run_lockstep
+from refit_transport.wires.lockstep import hops_of, run_lockstep
 
 MANY = Case(
     tuple(Tensor(f"w{i}", WIDE, rows(WIDE, T), everything(WIDE, E)) for i in range(12)),
@@ -23,7 +25,8 @@ MANY = Case(
 class Recorder:
     """A backend that moves nothing and remembers what was asked of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_order: bool) -> None:
+        self.in_order = in_order
         self.events: list[tuple] = []
         self.groups: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]] = []
 
@@ -34,6 +37,11 @@ class Recorder:
 
     def wait(self, handle: int) -> None:
         self.events.append(("wait", handle))
+
+    def packing(self, bucket: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    unpacking = packing
 
     def drain(self) -> None:
         self.events.append(("drain",))
@@ -49,13 +57,13 @@ class Noted:
         self._events.append(self._event)
 
 
-def recorded(case: Case) -> dict[int, Recorder]:
+def recorded(case: Case, in_order: bool) -> dict[int, Recorder]:
     plan, found = case.plan(), {}
     for rank in case.ranks:
         *_, binding = bound_rank(case, plan, rank)
         binding.begin(1)
         binding.bind(Staging(direct_bytes=None))
-        found[rank] = recorder = Recorder()
+        found[rank] = recorder = Recorder(in_order)
         for number, bucket in enumerate(binding.buckets):
             bucket.pack = Noted(recorder.events, ("pack", number))
             if binding.sink is not None:
@@ -71,24 +79,42 @@ def recorded(case: Case) -> dict[int, Recorder]:
     return found
 
 
+@pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("case", [*CASES.values(), MANY])
-def test_every_rank_comes_through_when_groups_wait_for_their_peers(case: Case) -> None:
-    """A group is through when each of its calls found the call of the same size in the peer's present group."""
-    left = {rank: [_calls(rank, *group) for group in recorder.groups] for rank, recorder in recorded(case).items()}
+def test_every_rank_comes_through_when_groups_wait_for_their_peers(case: Case, in_order: bool) -> None:
+    """A group is through when each of its calls found the call of the same size in a group that its peer has posted;
+    in order: in the peer's present group."""
+    left = {rank: list(recorder.events) for rank, recorder in recorded(case, in_order).items()}
+    groups = {rank: recorder.groups for rank, recorder in recorded(case, in_order).items()}
+    posted: dict[int, list[tuple[int, list]]] = {rank: [] for rank in left}
     while any(left.values()):
-        present = {rank: groups[0] for rank, groups in left.items() if groups}
-        matched = False
-        for rank, calls in present.items():
-            for call in list(calls):
-                other = present.get(call[1] if call[0] == rank else call[0], [])
-                if call in calls and call in other:
-                    calls.remove(call)
-                    other.remove(call)
-                    matched = True
-        through = [rank for rank, calls in present.items() if not calls]
-        assert matched or through, f"ranks wait for each other: {present}"
-        for rank in through:
-            left[rank].pop(0)
+        moved = False
+        for rank, events in left.items():
+            while events and not (events[0][0] == "wait" and any(n == events[0][1] for n, _ in posted[rank])):
+                kind, *number = events.pop(0)
+                moved = True
+                if kind == "post":
+                    posted[rank].append((number[0], _calls(rank, *groups[rank][number[0]])))
+        moved |= _matched(posted, in_order)
+        assert moved, f"ranks wait for each other: {posted}"
+
+
+def _matched(posted: dict[int, list[tuple[int, list]]], in_order: bool) -> bool:
+    """Take out what both ends have under way, and groups that are through; False if there was nothing."""
+    found = False
+    under_way = {rank: groups[:1] if in_order else groups for rank, groups in posted.items()}
+    for calls in [calls for groups in under_way.values() for _, calls in groups]:
+        for call in list(calls):
+            ends = [next((one for _, one in under_way[end] if call in one), None) for end in call[:2]]
+            if None not in ends:
+                for one in ends:
+                    one.remove(call)
+                found = True
+    for rank, groups in posted.items():
+        through = [group for group in groups if not group[1]]
+        found |= bool(through)
+        posted[rank] = [group for group in groups if group[1]]
+    return found
 
 
 def _calls(rank: int, sends: list, recvs: list) -> list[tuple[int, int, int]]:
@@ -96,34 +122,16 @@ def _calls(rank: int, sends: list, recvs: list) -> list[tuple[int, int, int]]:
     return [(rank, peer, n) for peer, n in sends] + [(peer, rank, n) for peer, n in recvs]
 
 
+@pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("case", [*CASES.values(), MANY])
-def test_a_bucket_is_packed_into_a_slot_only_after_its_last_user_is_done(case: Case) -> None:
+def test_a_bucket_is_packed_into_a_slot_only_after_its_last_user_is_done(case: Case, in_order: bool) -> None:
     plan = case.plan()
-    for recorder in recorded(case).values():
+    for recorder in recorded(case, in_order).values():
         order = {event: at for at, event in enumerate(recorder.events)}
         for number in range(SLOTS, len(plan.buckets)):
             at = order["pack", number]
             assert order.get(("unpack", number - SLOTS), -1) < at
-
-
-def test_without_forwarding_packing_and_unpacking_lie_between_post_and_wait() -> None:
-    case = CASES["one hop"]
-    assert hops_of(case.plan()) == 0
-    events = recorded(case)[2].events
-    assert events[:3] == [("pack", 0), ("post", 0), ("pack", 1)]
-    assert [e for e in events if e[1:] in ((1,), (0,))][-4:] == [("post", 1), ("unpack", 0), ("wait", 1), ("unpack", 1)]
-    assert events[-1] == ("drain",)
-
-
-@given(buckets=st.integers(0, 6), hops=st.integers(0, 4))
-def test_every_hop_of_every_bucket_is_in_one_group_in_order(buckets: int, hops: int) -> None:
-    groups = [group for step in range(buckets + min(hops, 1)) for group in groups_of(step, buckets, hops)]
-    when = {item: at for at, group in enumerate(groups) for item in group}
-    assert sorted(when) == [(bucket, hop) for bucket in range(buckets) for hop in range(hops + 1)]
-    assert len(when) == sum(map(len, groups))
-    for (bucket, hop), at in when.items():
-        assert hop == 0 or when[bucket, hop - 1] < at
-        assert bucket == 0 or when[bucket - 1, hop] < at
+        assert recorder.events[-1] == ("drain",)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.lists(st.integers(1, 9), min_size=1, max_size=6))

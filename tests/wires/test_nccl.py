@@ -8,11 +8,13 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from forked_wires import Rank, Ranks
-from nccl_stand_in import Group, HostQueue, RuleBroken, nccl_wire, wait_until
+from nccl_stand_in import Group, HostQueue, RuleBroken, Work, nccl_wire, note_copies, wait_until
 from refit_cases import Case, Tensor, bound_rank, everything, rows
 from small_cases import CASES, TWO_DOMAINS, WIDE, E, T, join, run_refits
 
@@ -32,6 +34,71 @@ HOPS = Case(
 def test_every_destination_holds_exactly_the_new_version(case: Case, direct_bytes: int) -> None:
     results = run_refits(case, lambda: nccl_wire(direct_bytes=direct_bytes))
     assert {rank: found for rank, (found, _) in results.items() if found} == {}
+
+
+FORWARDED = "once per domain: the second hop forwards"
+RACED = {name: CASES[name] for name in (FORWARDED, "relay and fan-out: three hops", "a trainer that also serves")}
+RACED["whole"] = CASES["whole tensors, one over several buckets"]
+RACED["many buckets"] = HOPS
+
+
+def watching_for_races(case: Case, sabotage: Callable[[], None] = lambda: None, seconds: float = 20.0):
+    """A rank's body: three refits in which every use of staging is noted with its stream; returns the first race."""
+    plan = case.plan()
+
+    def body(rank: Rank) -> str:
+        trained, _, sink, binding = bound_rank(case, plan, rank.rank)
+        wire = join(rank, nccl_wire(direct_bytes=None))
+        queue = wire._queue
+        note_copies(queue, pytest.MonkeyPatch())
+        if sink is not None:
+            arrived = sink.arrived
+
+            def read(direct: list, whole: list) -> None:
+                for _, tensor in whole:
+                    queue.use(tensor, write=False)
+                arrived(direct, whole)
+
+            sink.arrived = read
+        sabotage()
+        try:
+            for version in (1, 2, 3):
+                trained.fill(version)
+                binding.begin(version)
+                wire.run(binding, version, time.monotonic() + seconds)
+        except (RuleBroken, WireError) as error:
+            return str(error)
+        finally:
+            rank.barrier()  # rank 0 hosts the store
+        return ""
+
+    return body
+
+
+@pytest.mark.parametrize("case", RACED.values(), ids=RACED)
+def test_streams_hand_over_each_slot_by_an_event(case: Case) -> None:
+    assert set(run_refits(case, nccl_wire, 1, watching_for_races(case)).values()) == {""}
+
+
+def _no_event() -> None:
+    HostQueue.follow = lambda self, mark: None
+
+
+def _no_wait() -> None:
+    Work.wait = lambda self: self.through.wait(20)
+
+
+def _from_the_callers_stream() -> None:
+    on = HostQueue.on
+    HostQueue.on = lambda self, stream: (
+        nullcontext() if "refit" in threading.current_thread().name else on(self, stream)
+    )
+
+
+@pytest.mark.parametrize("sabotage", [_no_event, _no_wait, _from_the_callers_stream])
+def test_a_missing_event_is_found(sabotage: Callable[[], None]) -> None:
+    found = run_refits(HOPS, nccl_wire, 1, watching_for_races(HOPS, sabotage, 2.0)).values()
+    assert any("no event between" in text for text in found), found
 
 
 def losing(last: int, stop: int, seconds: float):
@@ -151,6 +218,17 @@ def test_a_rank_that_never_comes_is_an_error_at_the_deadline() -> None:
     with pytest.raises(WireError, match="could not form the communicator of 2 ranks: the deadline passed"):
         wire.connect(0, peers, started + 0.5)
     assert time.monotonic() - started < 3.0
+
+
+def test_a_wire_that_is_connected_anew_can_be_aborted_again() -> None:
+    wire, aborted = nccl_wire(), []
+    for _ in range(2):
+        peer = Peer(0, "trainer", "h", 0, 1, "1", wire.listen(0))
+        wire.connect(0, [peer], time.monotonic() + 10)
+        aborted.append(wire._group.aborted)
+        wire.release()
+        wire.close()
+    assert all(event.is_set() for event in aborted) and len(set(map(id, aborted))) == 2
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(4, 4, dtype=torch.uint8)[:, :2], torch.zeros(4), torch.zeros(0).byte()])

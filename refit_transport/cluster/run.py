@@ -135,13 +135,15 @@ def _start(
 
 def _worker_classes(tree: dict[str, Any]) -> dict[str, type]:
     """The section of the configuration that each worker of a trainer rank is made from, and its class."""
+    classes: dict[str, type] = {}
     if tree["policy"]["megatron_cfg"]["enabled"]:
         from refit_transport.rl.policy.megatron import MegatronPolicyWorker
 
-        return {"policy": MegatronPolicyWorker}
-    from refit_transport.rl.policy.worker import PolicyWorker
+        classes["policy"] = MegatronPolicyWorker
+    else:
+        from refit_transport.rl.policy.worker import PolicyWorker
 
-    classes: dict[str, type] = {"policy": PolicyWorker}
+        classes["policy"] = PolicyWorker
     if "value" in tree:
         from refit_transport.rl.policy.value import ValueWorker
 

@@ -78,6 +78,9 @@ def _trainer_fills_its_ranks(setup: Setup) -> Found:
     else:
         replicas = setup.get(f"{DTENSOR}.dp_replicate_size")
         sizes = ((setup.tensor_parallel_key, setup.tensor_parallel * replicas, "tensor x replicas"),)
+    if setup.algorithm == "ppo":
+        key = "value.dtensor_cfg.dp_replicate_size"
+        sizes = (*sizes, (key, setup.get(key), "replicas of the value model"))
     for key, product, words in sizes:
         if ranks % product:
             yield Violation(

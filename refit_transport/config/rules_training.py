@@ -33,9 +33,10 @@ def _batches_divide(setup: Setup) -> Found:
             yield Violation(
                 key, batch, f"a divisor of the {rollouts} answers of a step (prompts x answers each)", BATCHES
             )
-        if setup.data_parallel and batch % (micro * setup.data_parallel):
-            product = f"train_micro_batch_size {micro} x {setup.data_parallel} data-parallel ranks"
-            yield Violation(key, batch, f"a multiple of {micro * setup.data_parallel} ({product})", BATCHES)
+        ranks = setup.data_parallel if model == "policy" else setup.value_data_parallel
+        if ranks and batch % (micro * ranks):
+            product = f"train_micro_batch_size {micro} x {ranks} data-parallel ranks"
+            yield Violation(key, batch, f"a multiple of {micro * ranks} ({product})", BATCHES)
 
 
 def _lengths_fit(setup: Setup) -> Found:

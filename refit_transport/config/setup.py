@@ -100,3 +100,8 @@ class Setup:
         """Data-parallel ranks of the trainer, 0 when the layout is incomplete or does not divide."""
         ranks = self.train_ranks if self.generation_ranks else 0
         return ranks // self.model_parallel if ranks > 0 and ranks % self.model_parallel == 0 else 0
+
+    @property
+    def value_data_parallel(self) -> int:
+        """Data-parallel ranks of the value model, which is cut by FSDP alone; 0 when the layout is incomplete."""
+        return max(0, self.train_ranks) if self.generation_ranks else 0

@@ -18,6 +18,10 @@ GENERATION = "policy.generation"
 MEGATRON = "policy.megatron_cfg"
 MEGATRON_TYPES = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3")
 """By ``model_type``: what the Megatron trainer builds."""
+PREDICTING_TYPES = ("deepseek_v3",)
+"""Of these, families whose checkpoints have multi-token-prediction layers."""
+ENGINE_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel")
+"""Arguments of vLLM that follow from ``vllm_cfg``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +109,6 @@ UNSUPPORTED = (
         lambda s: not s.get("policy.dtensor_cfg.enabled") and not s.get("policy.megatron_cfg.enabled"),
     ),
     Unsupported(
-        "ppo-megatron",
-        "PPO with the Megatron trainer",
-        "the value model is a DTensor model and shares the policy's ranks",
-        "policy.megatron_cfg.enabled",
-        "false with ppo",
-        lambda s: s.algorithm == "ppo" and s.trainer == "megatron",
-    ),
-    Unsupported(
         "megatron-model",
         "training a family that the Megatron trainer does not build",
         "its layouts are planned, and a trainer of one's own can send it",
@@ -123,11 +119,28 @@ UNSUPPORTED = (
     ),
     Unsupported(
         "megatron-prediction-layers",
-        "training with the Megatron trainer and multi-token prediction",
-        "the policy loss does not train prediction layers",
+        "training prediction layers of a family whose checkpoints have none",
+        "they would have no name in the checkpoint",
         f"{MEGATRON}.mtp_num_layers",
-        "0",
-        lambda s: s.trainer == "megatron" and s.get(f"{MEGATRON}.mtp_num_layers") > 0,
+        f"0 for this model; prediction layers are known of {', '.join(PREDICTING_TYPES)}",
+        lambda s: (
+            s.trainer == "megatron"
+            and s.get(f"{MEGATRON}.mtp_num_layers") > 0
+            and s.model is not None
+            and s.model.model_type not in PREDICTING_TYPES
+        ),
+        only_to_run=True,
+    ),
+    Unsupported(
+        "megatron-prediction-stage",
+        "prediction layers on a pipeline stage before the last",
+        "they read the last stage's hidden states and write its logits",
+        f"{MEGATRON}.pipeline_model_parallel_layout",
+        "a layout whose m are all on the last stage",
+        lambda s: (
+            s.trainer == "megatron"
+            and "m" in (s.get(f"{MEGATRON}.pipeline_model_parallel_layout") or "").rpartition("|")[0]
+        ),
         only_to_run=True,
     ),
     Unsupported(

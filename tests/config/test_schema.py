@@ -49,7 +49,7 @@ def test_the_support_matrix_is_made_of_what_validation_refuses() -> None:
     matrix = support_matrix()
     assert all(row.combination in matrix for row in UNSUPPORTED)
     assert all(family.name in matrix for family in FAMILIES)
-    assert "| Megatron | PPO | vLLM | [no](#ppo-megatron)" in matrix
+    assert "| Megatron | PPO | vLLM | yes | yes | yes |" in matrix
     assert "| Megatron | GRPO | vLLM | yes | yes | yes |" in matrix
     assert "| DTensor | GRPO | vLLM | yes | yes | yes |" in matrix
 

@@ -113,7 +113,8 @@ def _megatron(prefix: str) -> Section:
         Key(
             "moe_token_dispatcher_type", str, "alltoall", "How tokens reach experts.", choices=("alltoall", "allgather")
         ),
-        Key("mtp_num_layers", int, 0, "Multi-token-prediction layers.", minimum=0),
+        Key("mtp_num_layers", int, 0, "Multi-token-prediction layers, trained beside the policy.", minimum=0),
+        Key("mtp_loss_scaling_factor", float, 0.1, "Weight of the prediction layers' loss.", minimum=0),
         Key("optimizer.lr", float, 5e-6 if prefix == "policy" else 2e-6, "Learning rate.", above=0),
         Key("optimizer.weight_decay", float, 0.01, "Weight decay.", minimum=0),
         Key("optimizer.adam_beta1", float, 0.9, "Decay of Adam's mean of gradients.", minimum=0),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,12 +17,12 @@ from refit_transport.rl.batch import Batch, batch_sums, round_up, select_rows
 from refit_transport.rl.metrics import average_updates, combine_parts
 from refit_transport.rl.policy import megatron_checkpoint
 from refit_transport.rl.policy.megatron_cpu import on_cpu
-from refit_transport.rl.policy.megatron_logprobs import vocabulary_logprobs
+from refit_transport.rl.policy.megatron_logprobs import prediction_loss, vocabulary_logprobs
 from refit_transport.rl.policy.megatron_model import build_chunks, initialize_groups
 from refit_transport.rl.policy.megatron_optimizer import LearningRate, build_optimizer, data_parallel
 from refit_transport.rl.policy.micro_batches import Loss, micro_batch_rows, rank_rows, step_rows, take_rows
 from refit_transport.rl.policy.parallel import DTYPES
-from refit_transport.rl.policy.world import join_world, rank_device
+from refit_transport.rl.policy.world import TrainerWorld
 from refit_transport.trainers.dtensor_load import CheckpointFiles
 from refit_transport.trainers.megatron import MegatronSource
 from refit_transport.trainers.megatron.load import load_checkpoint
@@ -51,11 +50,8 @@ class MegatronPolicyWorker:
             )
         self.config, self.rank = config, rank
         self.settings: Mapping[str, Any] = config["megatron_cfg"]
-        self.device = rank_device(rank)
-        self._owns_group = not dist.is_initialized()
-        if self._owns_group:
-            join_world(rank, world_size, master_addr, master_port, self.device, timeout_s)
-        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._world = TrainerWorld.join(rank, world_size, master_addr, master_port, timeout_s)
+        self.device = self._world.device
         self._reference: list[torch.Tensor] | None = None
         self._check()
         with self._megatron():
@@ -63,13 +59,7 @@ class MegatronPolicyWorker:
             self._build()
 
     def _check(self) -> None:
-        layers, precision = self.settings.get("mtp_num_layers"), self.config.get("precision")
-        if layers:
-            raise ValueError(
-                f"policy.megatron_cfg.mtp_num_layers: got {layers}, allowed 0: the policy loss does not train "
-                "multi-token prediction"
-            )
-        if precision == "float16":
+        if self.config.get("precision") == "float16":
             raise ValueError("policy.precision: got float16 with the Megatron trainer, allowed float32, bfloat16")
 
     def _find_place(self) -> None:
@@ -115,10 +105,11 @@ class MegatronPolicyWorker:
         micro = self._micro_batches(range(count), size)
         found: list[torch.Tensor] = []
 
-        def keep(outputs: torch.Tensor, part: Batch, rows: range) -> tuple[torch.Tensor, dict[str, float]]:
+        def keep(outputs: list[torch.Tensor], part: Batch, rows: range) -> tuple[torch.Tensor, dict[str, float]]:
+            (logprobs,) = outputs
             if rows:
-                found.append(F.pad(outputs, (0, width - outputs.shape[1])).cpu())
-            return outputs.sum(), {}
+                found.append(F.pad(logprobs, (0, width - logprobs.shape[1])).cpu())
+            return logprobs.sum(), {}
 
         for chunk in self.chunks:
             chunk.eval()
@@ -148,12 +139,18 @@ class MegatronPolicyWorker:
         # Megatron's schedule and gradient buffers average over micro-batches and data-parallel ranks; the loss is a
         # share of the global one, so it must add.
         scale = len(micro) * self._dp_size
+        prediction_scale = float(self.settings.get("mtp_loss_scaling_factor", 0.1))
 
-        def weigh(outputs: torch.Tensor, part: Batch, own: range) -> tuple[torch.Tensor, dict[str, float]]:
+        def weigh(outputs: list[torch.Tensor], part: Batch, own: range) -> tuple[torch.Tensor, dict[str, float]]:
             if not own:
-                return outputs.sum() * 0.0, {}
-            value, metrics = loss(outputs, part, sums)
-            return value * scale, {"loss": float(value.detach()), **{n: float(v) for n, v in metrics.items()}}
+                return torch.stack([logprobs.sum() for logprobs in outputs]).sum() * 0.0, {}
+            logprobs, *predicted = outputs
+            value, found = loss(logprobs, part, sums)
+            metrics = {"loss": float(value.detach()), **{n: float(v) for n, v in found.items()}}
+            if predicted:
+                prediction = prediction_loss(predicted, part, sums["tokens"])
+                value, metrics["mtp_loss"] = value + prediction_scale * prediction, float(prediction.detach())
+            return value * scale, metrics
 
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -172,7 +169,7 @@ class MegatronPolicyWorker:
 
     def _run(self, batch: Batch, micro: list[range], size: int, result: Any, *, forward_only: bool) -> list[dict]:
         """Megatron's schedule over micro-batches; what ``result(log-probabilities, micro-batch, rows)`` gave for each,
-        on the last stage."""
+        on the last stage. The first log-probabilities are the policy's, others those of prediction layers."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         def feed() -> Iterator[tuple[Batch, range]]:
@@ -208,20 +205,26 @@ class MegatronPolicyWorker:
         hidden = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1)[None, None]
         return model(input_ids=ids, position_ids=positions, attention_mask=hidden)
 
-    def _logprobs_of(self, logits: torch.Tensor, part: Batch) -> torch.Tensor:
-        rows, length = part["input_ids"].shape
+    def _logprobs_of(self, logits: torch.Tensor, part: Batch) -> list[torch.Tensor]:
+        """Of the policy and, in training, of each prediction layer: the k-th reads k tokens further ahead."""
+        ids = part["input_ids"]
+        rows, length = ids.shape
+        layers = int(self.settings.get("mtp_num_layers") or 0) if torch.is_grad_enabled() else 0
         temperature = float((self.config.get("generation") or {}).get("temperature") or 1.0)
-        return vocabulary_logprobs(
-            logits[:rows, :length],
-            part["input_ids"],
-            self._facts["vocab_size"],
-            temperature,
-            self.config.get("logprob_chunk_size"),
-        )
+        return [
+            vocabulary_logprobs(
+                own[:rows, : length - ahead],
+                ids[:, ahead:],
+                self._facts["vocab_size"],
+                temperature,
+                self.config.get("logprob_chunk_size"),
+            )
+            for ahead, own in enumerate(logits.chunk(1 + layers, dim=1))
+        ]
 
     def _over_ranks(self, metrics: dict[str, float]) -> dict[str, float]:
         gathered: list[tuple[int, dict[str, float]]] = [(0, {})] * dist.get_world_size()
-        dist.all_gather_object(gathered, (self.tp_rank, metrics), group=self._control)
+        dist.all_gather_object(gathered, (self.tp_rank, metrics), group=self._world.control)
         return combine_parts([part for tp_rank, part in gathered if tp_rank == 0])
 
     def keep_reference(self) -> None:
@@ -272,8 +275,7 @@ class MegatronPolicyWorker:
 
     def shutdown(self) -> None:
         """Leaves the process group it made. A process that used gloo should then end with ``os._exit``."""
-        if self._owns_group:
-            dist.destroy_process_group()
+        self._world.leave()
 
 
 def _checkpoint_facts(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+from refit_transport.rl.batch import Batch, loss_mask
+
+
+def prediction_loss(predicted: Sequence[torch.Tensor], part: Batch, tokens: float) -> torch.Tensor:
+    """Mean negative log-probability that prediction layers give to the tokens a loss counts, as this part's share of
+    ``tokens`` in all. Column i of the k-th of ``predicted`` (from 1) belongs to column i + k of ``part``."""
+    mask = loss_mask(part)
+    found = [-(logprobs * mask[:, ahead:]).sum() for ahead, logprobs in enumerate(predicted, 1)]
+    return torch.stack(found).mean() / max(tokens, 1.0)
 
 
 def vocabulary_logprobs(

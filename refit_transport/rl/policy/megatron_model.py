@@ -46,16 +46,16 @@ def build_chunks(facts: Facts, settings: Mapping[str, Any], dtype: torch.dtype, 
     """This rank's model, one module per virtual pipeline stage, with weights drawn anew. ``sequence`` is the longest
     sequence in tokens. Raises ValueError for what Megatron-core cannot express, naming the key."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
 
     config = transformer_config(facts, settings, dtype)
+    model_class = _model_class(config)
     transformer_engine = has_transformer_engine()
     chunks = []
     for stage in range(_virtual_stages(settings) or 1):
         virtual = stage if _virtual_stages(settings) else None
         layers, prediction = _specs(config, transformer_engine, virtual)
         chunks.append(
-            GPTModel(
+            model_class(
                 config=config,
                 transformer_layer_spec=layers,
                 vocab_size=round_up(facts["vocab_size"], 128 * (settings.get("tensor_model_parallel_size") or 1)),
@@ -70,6 +70,16 @@ def build_chunks(facts: Facts, settings: Mapping[str, Any], dtype: torch.dtype, 
             )
         )
     return chunks
+
+
+def _model_class(config: Any) -> type[nn.Module]:
+    if config.mtp_num_layers:
+        from refit_transport.rl.policy.megatron_prediction import PredictingModel
+
+        return PredictingModel
+    from megatron.core.models.gpt import GPTModel
+
+    return GPTModel
 
 
 def has_transformer_engine() -> bool:

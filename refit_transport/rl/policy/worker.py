@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from refit_transport.rl.policy.lora import add_adapters
 from refit_transport.rl.policy.micro_batches import Loss, micro_batch_rows, rank_rows, step_rows, take_rows
 from refit_transport.rl.policy.optimizer import build_optimizer, build_scheduler, clip_gradients
 from refit_transport.rl.policy.parallel import ParallelSizes, fresh_plain_gradients, local_shards
-from refit_transport.rl.policy.world import join_world, rank_device
+from refit_transport.rl.policy.world import TrainerWorld
 from refit_transport.trainers.dtensor import DTensorSource
 
 
@@ -43,14 +42,10 @@ class ModelWorker:
         config: Mapping[str, Any],
         timeout_s: float = 600.0,
     ) -> None:
-        self.config = config
-        self.device = rank_device(rank)
+        self.config, self.rank = config, rank
         self.sizes = ParallelSizes.of(config.get("dtensor_cfg") or {}, world_size)
-        self._owns_group = not dist.is_initialized()
-        if self._owns_group:
-            join_world(rank, world_size, master_addr, master_port, self.device, timeout_s)
-        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self.rank = rank
+        self._world = TrainerWorld.join(rank, world_size, master_addr, master_port, timeout_s)
+        self.device = self._world.device
         self.dp_rank, self.tp_rank = divmod(rank, self.sizes.tp)
         self.model = self._load()
         self.optimizer = build_optimizer(self.model.parameters(), config.get("optimizer"))
@@ -119,7 +114,7 @@ class ModelWorker:
 
     def _over_ranks(self, metrics: dict[str, float]) -> dict[str, float]:
         gathered: list[tuple[int, dict[str, float]]] = [(0, {})] * dist.get_world_size()
-        dist.all_gather_object(gathered, (self.tp_rank, metrics), group=self._control)
+        dist.all_gather_object(gathered, (self.tp_rank, metrics), group=self._world.control)
         return combine_parts([part for tp_rank, part in gathered if tp_rank == 0])
 
     def save_checkpoint(self, path: str | os.PathLike, extra: dict[str, Any]) -> None:
@@ -132,8 +127,7 @@ class ModelWorker:
 
     def shutdown(self) -> None:
         """Leaves the process group it made. A process that used gloo should then end with ``os._exit``."""
-        if self._owns_group:
-            dist.destroy_process_group()
+        self._world.leave()
 
 
 class PolicyWorker(ModelWorker):
@@ -196,7 +190,7 @@ class PolicyWorker(ModelWorker):
         def dtype_of(parameter: LogicalParameter) -> str:
             return parameter.dtype if dtype is None or kept.search(parameter.name) else dtype
 
-        export.save_pretrained(source, self.config["model_name"], path, dtype_of, self._control)
+        export.save_pretrained(source, self.config["model_name"], path, dtype_of, self._world.control)
 
 
 def _kept_in_float32(model: torch.nn.Module) -> set[str]:

@@ -186,10 +186,12 @@ def _training(setup: Any) -> Any:
 def _generation(setup: Any) -> Any:
     from refit_transport.planning.presets.parallel import Generation
 
-    vllm = setup.get("policy.generation.vllm_cfg")
-    tp, pp = vllm["tensor_parallel_size"], vllm["pipeline_parallel_size"]
+    if len(set(setup.engines)) > 1:
+        shapes = ", ".join(map(str, setup.engines))
+        raise UsageError(f"policy.generation.replicas: found engines of {shapes}; a plan is shown for equal ones only")
+    shape = setup.engines[0] if setup.engines else setup.engine_shape
     ranks = setup.generation_ranks or setup.world
-    return Generation(tp=tp, pp=pp, ep=vllm["expert_parallel_size"], dp=max(1, ranks // (tp * pp)))
+    return Generation(tp=shape.tensor, pp=shape.pipeline, ep=shape.expert, dp=max(1, ranks // shape.core_ranks))
 
 
 def _options(setup: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 
 from refit_transport.cli import EXIT_USAGE
 
@@ -34,10 +35,11 @@ def run(args: argparse.Namespace) -> int:
         print(OmegaConf.to_yaml(config, resolve=True), end="")
         return 0
     setup = Setup(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
-    replicas = setup.generation_ranks // setup.engine_ranks
     model = setup.get("policy.model_name")
     print(f"{args.config} is valid: {setup.algorithm.upper()} of {model}, transport {setup.transport}")
-    print(f"  {setup.train_ranks} {setup.trainer} trainer ranks -> {replicas} engine(s) of {setup.engine_ranks} ranks")
+    counts = Counter(setup.engines)
+    engines = " + ".join(f"{counts[shape]} engine(s) of {shape.ranks} ranks ({shape})" for shape in counts)
+    print(f"  {setup.train_ranks} {setup.trainer} trainer ranks -> {engines}")
     for violation in not_runnable(config):
         print(f"  it can be planned, but not run here: {violation}")
     if setup.model is None:

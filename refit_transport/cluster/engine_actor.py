@@ -1,27 +1,38 @@
-"""The Ray actor of one engine replica: a vLLM ``LLM`` whose workers are inference ranks of the refit session."""
+"""The Ray actor of one engine core: a vLLM ``LLM`` whose workers are inference ranks of the refit session."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from typing import Any
+
+import ray
 
 from refit_transport.rl.protocols import Completion, SamplingConfig
 
+from .data_parallel import free_port
 from .errors import ClusterError
 from .orphans import DIE_WITH_PARENT
 
 
 class EngineActor:
-    """One vLLM instance. A single thread calls it: ``LLM`` is not thread-safe."""
+    """One vLLM instance: the engine ``replica``, or one of its data-parallel cores. A single thread calls it: ``LLM``
+    is not thread-safe."""
 
-    def __init__(self, replica: int) -> None:
-        self.replica = replica
+    def __init__(self, replica: int, name: str) -> None:
+        self.replica, self.name = replica, name
         self._llm: Any = None
         self._joined = False
 
-    def start(self, engine_args: dict[str, Any], parallel: bool) -> None:
-        """Build the engine. ``parallel`` False keeps a single-rank engine inside this process."""
+    def data_parallel_address(self) -> tuple[str, int]:
+        """Where the cores of this one's engine can meet."""
+        return ray.util.get_node_ip_address(), free_port()
+
+    def start(self, engine_args: dict[str, Any], parallel: bool, env: Mapping[str, str]) -> None:
+        """Build the engine; returns when all cores of it are built. ``parallel`` False keeps a single-rank core inside
+        this process."""
+        os.environ.update(env)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if parallel else "0"
         os.environ[DIE_WITH_PARENT] = "1"
         from vllm import LLM
@@ -39,8 +50,9 @@ class EngineActor:
         return [status["pid"] for status in self._llm.collective_rpc("refit_status")]
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig) -> list[Completion]:
-        """One completion per prompt, under the version that all workers hold. Raises ClusterError, and leaves the
-        engine alive, when a worker holds torn weights, or none of its session."""
+        """One completion per prompt, under the version that all workers hold. All cores of an engine have to be called,
+        each with a prompt or more: experts on one compute for all. Raises ClusterError, and leaves the engine alive,
+        when a worker holds torn weights, or none of its session."""
         self._check_fresh()
         outputs = self._llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
@@ -51,6 +63,7 @@ class EngineActor:
         return [_completion(output.outputs[0], version) for output in outputs]
 
     def join_refit(self, address: str, rank_offset: int, timeout: float, domain: str | None) -> None:
+        """``rank_offset`` is the joint rank of the engine's first worker, on whichever core that is."""
         self.leave_refit()
         info = {
             "address": address,
@@ -83,7 +96,7 @@ class EngineActor:
         """A stale worker raises when it is asked to compute, and vLLM ends an engine whose step raises."""
         refusals = [s["refusal"] for s in self._llm.collective_rpc("refit_status") if s["refusal"]]
         if refusals:
-            raise ClusterError(f"engine {self.replica} cannot generate: {refusals[0]}")
+            raise ClusterError(f"{self.name} cannot generate: {refusals[0]}")
 
     def leave_refit(self) -> None:
         if self._joined:

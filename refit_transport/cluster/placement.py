@@ -61,19 +61,16 @@ def ray_cluster(layout: ClusterLayout, device: str) -> Iterator[None]:
 
 
 def place(layout: ClusterLayout, device: str, timeout: float) -> tuple[PlacementGroup, list[PlacementGroup]]:
-    """One placement group for the trainers (a bundle a rank) and one per engine replica. Raises ClusterError at once
-    when the cluster is too small, and after ``timeout`` seconds when it does not place them."""
+    """One placement group for the trainers (a bundle a rank) and one per engine core. Raises ClusterError at once when
+    the cluster is too small, and after ``timeout`` seconds when it does not place them."""
     resource = "GPU" if device == "cuda" else "CPU"
     available = int(ray.cluster_resources().get(resource, 0))
     if available < layout.world_size:
         raise ClusterError(
-            f"{layout.world_size} {resource} slots are needed ({layout.trainer_ranks} trainer ranks + "
-            f"{layout.replicas} replicas x {layout.ranks_per_replica} ranks); the Ray cluster has {available}"
+            f"{layout.world_size} {resource} slots are needed ({layout}); the Ray cluster has {available}"
         )
     trainers = placement_group([{resource: 1}] * layout.trainer_ranks, strategy="PACK")
-    engines = [
-        placement_group([{resource: layout.ranks_per_replica}], strategy="STRICT_PACK") for _ in range(layout.replicas)
-    ]
+    engines = [placement_group([{resource: core.shape.core_ranks}], strategy="STRICT_PACK") for core in layout.cores]
     for group in (trainers, *engines):
         if not group.wait(timeout):
             for made in (trainers, *engines):

@@ -46,9 +46,12 @@ class RefitCoordinator:
             for name, actor, domain in zip(self._trainers.names, self._trainers.actors, near, strict=True)
         ]
         calls += [
-            (name, actor.join_refit.remote(self._server.address, layout.rank_offset(replica), self._timeout, domain))
-            for replica, (name, actor, domain) in enumerate(
-                zip(self._engines.names, self._engines.actors, far, strict=True)
+            (
+                name,
+                actor.join_refit.remote(self._server.address, layout.rank_offset(core.replica), self._timeout, domain),
+            )
+            for core, name, actor, domain in zip(
+                layout.cores, self._engines.names, self._engines.actors, far, strict=True
             )
         ]
         started = time.monotonic()

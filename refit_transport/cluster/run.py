@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from refit_transport.config.engine_shape import engine_cfgs
 from refit_transport.report.log import run_log
 from refit_transport.report.summary import RunSummary
 from refit_transport.rl.run import run
@@ -20,7 +21,7 @@ from refit_transport.rl.run import run
 from .awaiting import await_all
 from .engine_args import engine_args
 from .engine_group import EngineGroup
-from .layout import ClusterLayout, cluster_layout
+from .layout import cluster_layout
 from .local_model import local_model
 from .placement import place, ray_cluster, resolve_device
 from .refit_coordinator import RefitCoordinator
@@ -99,10 +100,11 @@ def running(tree: dict[str, Any]) -> Iterator[Running]:
     with ray_cluster(layout, device):
         trainer_group, engine_groups = place(layout, device, setup)
         trainers = TrainerGroup(layout, trainer_group, device, step)
-        env = tree["policy"]["generation"]["vllm_cfg"]["env_vars"]
-        engines = EngineGroup(layout, engine_groups, device, step, env)
+        cfgs = engine_cfgs(tree["policy"]["generation"], layout.engine_ranks)
+        engines = EngineGroup(layout, engine_groups, device, step, [cfg["env_vars"] for cfg in cfgs])
         try:
-            _start(tree, layout, trainers, engines, setup)
+            log.info("building models on %s", layout)
+            _start(tree, cfgs, trainers, engines, setup)
             refit = RefitCoordinator(trainers, engines, session_options(tree))
             refit.connect()
             try:
@@ -115,19 +117,13 @@ def running(tree: dict[str, Any]) -> Iterator[Running]:
 
 
 def _start(
-    tree: dict[str, Any], layout: ClusterLayout, trainers: TrainerGroup, engines: EngineGroup, timeout: float
+    tree: dict[str, Any], cfgs: Sequence[dict[str, Any]], trainers: TrainerGroup, engines: EngineGroup, timeout: float
 ) -> None:
-    """Build models on both sides at the same time."""
-    log.info(
-        "building models on %d trainer ranks and %d x %d inference ranks",
-        layout.trainer_ranks,
-        layout.replicas,
-        layout.ranks_per_replica,
-    )
+    """Build models on both sides at the same time. ``cfgs`` holds the ``vllm_cfg`` of each engine."""
     for side in (trainers, engines):
         pids = await_all(side.calls("pid"), "starting the actors", timeout)
         side.names = [f"{name} (pid {pid})" for name, pid in zip(side.names, pids, strict=True)]
-    calls = engines.start(engine_args(tree)) + trainers.start(_worker_classes(tree), tree)
+    calls = engines.start([engine_args(tree, cfg) for cfg in cfgs]) + trainers.start(_worker_classes(tree), tree)
     await_all(calls, "building the models", timeout)
     if tree["loss_fn"]["reference_policy_kl_penalty"]:
         trainers.worker("keep_reference", doing="keeping the reference policy")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -60,6 +60,24 @@ def _check_value(key: Key, value: object, where: str) -> Iterator[Violation]:
         yield Violation(key.path, None, f"{key.allowed()}, required", key.anchor, where)
     elif not key.accepts(value):
         yield Violation(key.path, value, key.allowed(), key.anchor, where)
+    elif key.items and value is not None:
+        yield from (Violation(key.path, value, text, key.anchor, where) for text in _check_items(key, value))
+
+
+def _check_items(key: Key, value: Sequence[object]) -> Iterator[str]:
+    """What is allowed instead, per wrong item."""
+    known = {item.path: item for item in key.items}
+    if not value:
+        yield "one item or more, or null"
+    for index, item in enumerate(value):
+        if not isinstance(item, Mapping):
+            yield f"a mapping as item {index}"
+            continue
+        for name, inner in item.items():
+            if name not in known:
+                yield f"{', '.join(known)} in item {index}, not {name}"
+            elif inner is None or not known[name].accepts(inner):
+                yield f"{name} in item {index}: {known[name].allowed()}"
 
 
 def _unknown(path: str, value: object, where: str) -> Violation:

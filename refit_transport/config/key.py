@@ -27,6 +27,8 @@ class Key:
     """Exclusive minimum."""
     optional: bool = False
     """``null`` is allowed."""
+    items: tuple[Key, ...] = ()
+    """A list holds mappings of these keys, whose paths are relative to an item."""
 
     @property
     def anchor(self) -> str:
@@ -40,6 +42,8 @@ class Key:
         """What may stand here, in words: ``integer >= 1``, ``ffn, all``."""
         if self.choices:
             words = ", ".join(as_yaml(choice) for choice in self.choices)
+        elif self.items:
+            words = f"list of mappings of {', '.join(item.path for item in self.items)}"
         else:
             words = " and ".join([_KIND_WORDS[self.kind], *self._bounds()]).replace(" and ", " ", 1)
         return f"{words} or null" if self.nullable and None not in self.choices else words

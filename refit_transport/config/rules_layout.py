@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
 
+from refit_transport.config.engine_shape import EngineShape
 from refit_transport.config.key import DOCUMENT
 from refit_transport.config.setup import Setup
 from refit_transport.config.violation import Violation
 
 VLLM = "policy.generation.vllm_cfg"
+REPLICAS = "policy.generation.replicas"
 MEGATRON = "policy.megatron_cfg"
 DTENSOR = "policy.dtensor_cfg"
 RESOURCES = "policy.generation.colocated.resources"
@@ -52,12 +56,19 @@ def _generation_leaves_trainers(setup: Setup) -> Found:
 
 
 def _engines_fill_their_ranks(setup: Setup) -> Found:
-    given, engine = setup.generation_ranks, setup.engine_ranks
-    if not setup.colocated and given and given % engine:
+    given, engine = setup.generation_ranks, setup.engine_shape.ranks
+    if setup.colocated or not given:
+        return
+    if setup.get(REPLICAS) is not None:
+        taken = [shape.ranks for shape in setup.engines]
+        if sum(taken) != given:
+            words = " + ".join(map(str, taken))
+            yield Violation(REPLICAS, setup.get(REPLICAS), f"engines of {given} ranks in all, not {words}", ANCHOR)
+    elif given % engine:
         yield Violation(
             f"{VLLM}.tensor_parallel_size",
             setup.get(f"{VLLM}.tensor_parallel_size"),
-            f"one engine of {engine} ranks (tensor x pipeline) has to divide the {given} that generate",
+            f"one engine of {engine} ranks (data x tensor x pipeline) has to divide the {given} that generate",
             ANCHOR,
         )
 
@@ -123,23 +134,42 @@ def _pipeline_divides(setup: Setup, layers: int) -> Found:
         yield Violation(key, stages, f"{chunks} equal stages or chunks have to divide {left} layers", ANCHOR)
 
 
-def _engine_divides_the_model(setup: Setup) -> Found:
-    model = setup.model
+def _engines_divide_the_model(setup: Setup) -> Found:
+    replicas = setup.get(REPLICAS)
+    if replicas is None:
+        yield from _engine_divides_the_model(setup, setup.engine_shape, lambda name: f"{VLLM}.{name}")
+        return
+    found: dict[Violation, None] = {}
+    for index, (item, shape) in enumerate(zip(replicas, setup.engines, strict=True)):
+        place = partial(_place_of, index, item)
+        found |= dict.fromkeys(_engine_divides_the_model(setup, shape, place))
+    yield from found
+
+
+def _place_of(index: int, item: Mapping[str, Any], name: str) -> str:
+    """Where a size of an engine is set: in its item of the list, or for all engines."""
+    return f"{REPLICAS}[{index}].{name}" if name in item else f"{VLLM}.{name}"
+
+
+def _engine_divides_the_model(setup: Setup, shape: EngineShape, place: Callable[[str], str]) -> Found:
+    tensor_key, expert_key = place("tensor_parallel_size"), place("expert_parallel_size")
+    tensor, expert, model = shape.tensor, shape.expert, setup.model
+    if expert > 1 and expert % tensor:
+        limit = f"1, or a multiple of the tensor-parallel size {tensor}: experts spread over data x tensor ranks"
+        yield Violation(expert_key, expert, limit, ANCHOR)
     if model is None:
         return
-    key = f"{VLLM}.tensor_parallel_size"
-    tensor, expert = setup.get(key), setup.get(f"{VLLM}.expert_parallel_size")
-    yield from _divides(key, tensor, model.heads, "attention heads")
-    yield from _shares_kv_heads(key, tensor, model.kv_heads)
-    yield from _divides(key, tensor, model.intermediate, "columns of the feed-forward layers")
+    yield from _divides(tensor_key, tensor, model.heads, "attention heads")
+    yield from _shares_kv_heads(tensor_key, tensor, model.kv_heads)
+    yield from _divides(tensor_key, tensor, model.intermediate, "columns of the feed-forward layers")
     if expert == 1:
-        yield from _divides(key, tensor, model.expert_intermediate, "columns of an expert")
+        yield from _divides(tensor_key, tensor, model.expert_intermediate, "columns of an expert")
     elif not model.experts or expert > model.experts:
         limit = f"at most the model's {model.experts} experts" if model.experts else "1, since the model has no experts"
-        yield Violation(f"{VLLM}.expert_parallel_size", expert, limit, ANCHOR)
-    stages = setup.get(f"{VLLM}.pipeline_parallel_size")
-    if model.layers and stages > model.layers:
-        yield Violation(f"{VLLM}.pipeline_parallel_size", stages, f"at most the model's {model.layers} layers", ANCHOR)
+        yield Violation(expert_key, expert, limit, ANCHOR)
+    if model.layers and shape.pipeline > model.layers:
+        limit = f"at most the model's {model.layers} layers"
+        yield Violation(place("pipeline_parallel_size"), shape.pipeline, limit, ANCHOR)
 
 
 def _divides(key: str, size: int, total: int, what: str) -> Found:
@@ -165,5 +195,5 @@ _RULES: tuple[Callable[[Setup], Found], ...] = (
     _engines_fill_their_ranks,
     _trainer_fills_its_ranks,
     _trainer_divides_the_model,
-    _engine_divides_the_model,
+    _engines_divide_the_model,
 )

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from refit_transport.config.check import select
+from refit_transport.config.engine_shape import EngineShape, engine_cfgs
 from refit_transport.config.model_facts import ModelFacts, read_model_config
 from refit_transport.transports.registry import DEFAULT
 
@@ -73,10 +74,14 @@ class Setup:
         return self.world - self.generation_ranks
 
     @property
-    def engine_ranks(self) -> int:
-        """Ranks of one engine."""
-        vllm = self.get("policy.generation.vllm_cfg")
-        return vllm["tensor_parallel_size"] * vllm["pipeline_parallel_size"]
+    def engine_shape(self) -> EngineShape:
+        """What ``policy.generation.vllm_cfg`` says of an engine that sets nothing else."""
+        return EngineShape.of(self.get("policy.generation.vllm_cfg"))
+
+    @property
+    def engines(self) -> tuple[EngineShape, ...]:
+        """Every engine; none when the ranks that generate hold none."""
+        return tuple(map(EngineShape.of, engine_cfgs(self.get("policy.generation"), self.generation_ranks)))
 
     @property
     def tensor_parallel(self) -> int:

@@ -218,16 +218,13 @@ UNSUPPORTED = (
         _has_experts_without_cpu_kernel,
     ),
     Unsupported(
-        "engine-expert-parallel-size",
-        "an engine whose expert-parallel size is neither 1 nor the tensor-parallel size",
-        "experts over several tensor-parallel groups need data-parallel attention in one engine, and a recipe starts "
-        "engines without",
-        f"{GENERATION}.vllm_cfg.expert_parallel_size",
-        f"1 or {GENERATION}.vllm_cfg.tensor_parallel_size",
-        lambda s: (
-            s.get(f"{GENERATION}.vllm_cfg.expert_parallel_size")
-            not in (1, s.get(f"{GENERATION}.vllm_cfg.tensor_parallel_size"))
-        ),
+        "engine-sizes-in-vllm-kwargs",
+        "parallel sizes of the engine among `vllm_kwargs`",
+        "they decide how many ranks the engine takes, which is placed and numbered before it starts",
+        f"{GENERATION}.vllm_kwargs",
+        f"no {', '.join(ENGINE_SIZES)}: set {GENERATION}.vllm_cfg; an expert-parallel size beyond the tensor-parallel "
+        "one is data parallelism",
+        lambda s: any(name in (s.get(f"{GENERATION}.vllm_kwargs") or {}) for name in ENGINE_SIZES),
     ),
     Unsupported(
         "hsdp-with-tensor-parallel",

@@ -39,7 +39,7 @@ def validate(
     setup = Setup(_with_defaults_for(plain, reported), cluster)
     for rules in RULES:
         found += [violation for violation in rules(setup) if violation.key not in reported]
-    return [replace(v, where=v.where or origins.get(v.key, "")) for v in _one_per_key(found)]
+    return [replace(v, where=v.where or origins.get(v.key.partition("[")[0], "")) for v in _one_per_key(found)]
 
 
 def _one_per_key(found: list[Violation]) -> list[Violation]:

@@ -85,7 +85,7 @@ def test_an_error_that_does_not_explain_itself_keeps_its_traceback(monkeypatch: 
 
 def test_validate_says_what_would_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["validate", BASE]) == 0
-    assert "2 dtensor trainer ranks -> 1 engine(s) of 2 ranks" in capsys.readouterr().out
+    assert "2 dtensor trainer ranks -> 1 engine(s) of 2 ranks (TP2)" in capsys.readouterr().out
 
 
 def test_validate_prints_the_resolved_configuration(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ def actor(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", vllm)
 
     def make(statuses):
-        made = EngineActor(replica=2)
+        made = EngineActor(2, "engine 2")
         made._llm = Engine(statuses)
         return made
 

@@ -16,6 +16,7 @@ BASE = "recipes/grpo-reverse-digits-1n4r-fsdp2-tp2.yaml"
 GENERATION = "policy.generation"
 RESHARD = f"{GENERATION}.refit_cfg.nccl_reshard"
 VLLM = f"{GENERATION}.vllm_cfg"
+REPLICAS = f"{GENERATION}.replicas"
 
 
 @pytest.fixture(autouse=True)
@@ -90,10 +91,22 @@ def test_recipes_are_valid(recipe: str) -> None:
         (
             [f"{VLLM}.expert_parallel_size=3"],
             f"{VLLM}.expert_parallel_size",
-            "1 or policy.generation.vllm_cfg.tensor_parallel_size",
+            "1, or a multiple of the tensor-parallel size 2",
         ),
         ([f"{VLLM}.expert_parallel_size=2"], f"{VLLM}.expert_parallel_size", "has no experts"),
         ([f"{VLLM}.pipeline_parallel_size=2"], f"{VLLM}.tensor_parallel_size", "divide the 2 that generate"),
+        ([f"{REPLICAS}=[]"], REPLICAS, "one item or more, or null"),
+        ([f"{REPLICAS}=[2, 1]"], REPLICAS, "a mapping as item 0"),
+        ([f"{REPLICAS}=[{{tp: 2}}]"], REPLICAS, "tensor_parallel_size, pipeline_parallel_size, expert_parallel_size"),
+        ([f"{REPLICAS}=[{{}}, {{tensor_parallel_size: 0}}]"], REPLICAS, "in item 1: integer >= 1"),
+        ([f"{REPLICAS}=[{{}}, {{tensor_parallel_size: 1}}]"], REPLICAS, "engines of 2 ranks in all, not 2 + 1"),
+        (
+            [f"{REPLICAS}=[{{tensor_parallel_size: 3}}]"],
+            f"{REPLICAS}[0].tensor_parallel_size",
+            "a divisor of the model's 4 attention heads",
+        ),
+        ([f"{REPLICAS}=[{{expert_parallel_size: 4}}]"], f"{REPLICAS}[0].expert_parallel_size", "has no experts"),
+        ([f"{GENERATION}.vllm_kwargs.data_parallel_size=2"], f"{GENERATION}.vllm_kwargs", f"set {VLLM}"),
         (
             ["policy.dtensor_cfg.dp_replicate_size=3"],
             "policy.dtensor_cfg.tensor_parallel_size",
@@ -197,6 +210,7 @@ def sized(tmp_path: Path, config: dict, *overrides: str, ranks: int = 8, generat
             None,
             "",
         ),  # experts may be spread unevenly
+        ([f"{VLLM}.tensor_parallel_size=2", f"{VLLM}.expert_parallel_size=4"], None, ""),  # over data-parallel cores
         ([*MEGATRON, "policy.megatron_cfg.tensor_model_parallel_size=4"], None, ""),
         (
             [*MEGATRON, "policy.megatron_cfg.pipeline_model_parallel_size=4"],

@@ -5,6 +5,22 @@ from __future__ import annotations
 from refit_transport.config.key import Key, section
 from refit_transport.config.keys.policy import PRECISIONS
 
+ENGINE_KEYS = (
+    Key("tensor_parallel_size", int, 1, "Tensor-parallel ranks of one engine.", minimum=1),
+    Key("pipeline_parallel_size", int, 1, "Pipeline stages of one engine.", minimum=1),
+    Key(
+        "expert_parallel_size",
+        int,
+        1,
+        "1, or a multiple of the tensor-parallel size: experts spread over so many ranks. Beyond the tensor-parallel "
+        "size the engine has data-parallel attention, with `expert_parallel_size / tensor_parallel_size` cores.",
+        minimum=1,
+    ),
+    Key("gpu_memory_utilization", float, 0.6, "Share of a GPU's memory for the engine.", above=0, maximum=1),
+    Key("env_vars", dict, {}, "Environment of the engine's processes."),
+)
+"""What the engines of one run may differ in."""
+
 GENERATION = section(
     "policy.generation",
     "Generation",
@@ -35,6 +51,15 @@ GENERATION = section(
     Key("stop_strings", list, None, "Strings that end an answer."),
     Key("vllm_kwargs", dict, {}, "Passed to vLLM as they are."),
     Key(
+        "replicas",
+        list,
+        None,
+        "One item per engine, where engines differ: what it sets instead of `vllm_cfg`, such as "
+        "`[{tensor_parallel_size: 2}, {tensor_parallel_size: 1}]`. Together the engines take all ranks that generate, "
+        "and each gets its share of the prompts by its ranks.",
+        items=ENGINE_KEYS,
+    ),
+    Key(
         "colocated.enabled",
         bool,
         True,
@@ -53,7 +78,8 @@ GENERATION = section(
 VLLM = section(
     "policy.generation.vllm_cfg",
     "vLLM",
-    "One engine spans tensor x pipeline parallel ranks, and as many engines start as fit.",
+    "One engine spans data x tensor x pipeline parallel ranks. As many engines start as fit, unless "
+    "`policy.generation.replicas` lists them.",
     Key("async_engine", bool, False, "Use the asynchronous engine.", choices=(False,)),
     Key("precision", str, "${policy.precision}", "dtype of the engine's weights.", choices=PRECISIONS),
     Key("kv_cache_dtype", str, "auto", "dtype of the KV cache.", choices=("auto", "bfloat16", "float16")),
@@ -64,16 +90,7 @@ VLLM = section(
         "Which log-probabilities the engine returns.",
         choices=("processed_logprobs", "raw_logprobs"),
     ),
-    Key("tensor_parallel_size", int, 1, "Tensor-parallel ranks of one engine.", minimum=1),
-    Key("pipeline_parallel_size", int, 1, "Pipeline stages of one engine.", minimum=1),
-    Key(
-        "expert_parallel_size",
-        int,
-        1,
-        "1, or the tensor-parallel size: experts spread over its ranks.",
-        minimum=1,
-    ),
-    Key("gpu_memory_utilization", float, 0.6, "Share of a GPU's memory for the engine.", above=0, maximum=1),
+    *ENGINE_KEYS,
     Key("max_model_len", int, "${policy.max_total_sequence_length}", "Longest sequence of the engine.", minimum=2),
     Key("enforce_eager", bool, False, "Do not capture CUDA graphs. CPU recipes set `true`."),
     Key("use_tqdm", bool, True, "Show vLLM's own progress bar."),
@@ -84,7 +101,6 @@ VLLM = section(
         "`dummy` starts with random weights, which the first refit replaces.",
         choices=("auto", "dummy", "safetensors"),
     ),
-    Key("env_vars", dict, {}, "Environment of the engine's processes."),
 )
 
 BUCKET_BYTES = 256 << 20

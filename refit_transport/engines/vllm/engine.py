@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from .private_names import check_private_names
+from .ranks import WorkerRank
 from .worker_hooks import constructing_worker, end_weight_update, guard_execution
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class ReshardInitInfo(WeightTransferInitInfo):
     address: str
     """``ControlServer.address`` of the session."""
     rank_offset: int
-    """Joint rank of this engine's first worker."""
+    """Joint rank of this engine's first worker; the same on every data-parallel core of the engine."""
     engine: int = 0
     """Index of this replica, for messages."""
     timeout: float | None = None
@@ -65,6 +66,7 @@ class ReshardEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
     init_info_cls = ReshardInitInfo
     update_info_cls = ReshardUpdateInfo
     supports_draft_weight_update = False
+    """vLLM would update a draft model in a bracket of its own. Here it is part of each refit."""
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         check_private_names()
@@ -84,7 +86,7 @@ class ReshardEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
     def init_transfer_engine(self, init_info: ReshardInitInfo) -> None:
         """Leave the session before, if any, and join the one at ``init_info.address``; blocks until every rank did."""
         self.shutdown()
-        rank = init_info.rank_offset + self._rank_in_engine
+        rank = init_info.rank_offset + self._rank.in_engine
         self._status.update(rank=rank, engine=init_info.engine, state="stale", version=-1, error=None, report=None)
         try:
             self._member = self._join(init_info, rank)
@@ -129,15 +131,16 @@ class ReshardEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
     # ---- what the worker extension shows ---------------------------------------------------------------------------
 
     def refit_status(self) -> dict[str, Any]:
-        """Plain data: ``pid``, ``host``, ``rank`` (joint), ``state`` (unjoined, stale, updating, fresh), ``version``
-        (-1: none of this session), ``error``, ``refusal`` (why the worker would raise instead of computing requests, or
-        None), ``report`` of the last refit, ``modules`` by write mode, ``reasons`` of tensors that could not go
-        directly."""
+        """Plain data: ``pid``, ``host``, ``rank`` (joint), ``labels`` (coordinates in the engine), ``state`` (unjoined,
+        stale, updating, fresh), ``version`` (-1: none of this session), ``error``, ``refusal`` (why the worker would
+        raise instead of computing requests, or None), ``report`` of the last refit, ``modules`` by write mode,
+        ``reasons`` of tensors that could not go directly."""
         modes = [] if self._sink is None else list(self._sink.modes().values())
         return {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "rank": None,
+            "labels": self._rank.labels,
             **self._status,
             "refusal": self._refusal,
             "modules": {mode: modes.count(mode) for mode in sorted(set(modes))},
@@ -147,18 +150,16 @@ class ReshardEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
     # ---- parts -----------------------------------------------------------------------------------------------------
 
     @property
-    def _rank_in_engine(self) -> int:
-        """``data_parallel_rank`` would be 0 on every replica of a dense model, ``data_parallel_index`` is not."""
-        parallel = self.parallel_config
-        return parallel.data_parallel_index * parallel.world_size + parallel.rank
+    def _rank(self) -> WorkerRank:
+        return WorkerRank.of(self.parallel_config)
 
     def _join(self, info: ReshardInitInfo, rank: int) -> RefitMember:
         from refit_transport.session.member import RefitMember
 
-        from .sink import VllmSink
+        from .draft import worker_sink
 
-        self._sink = VllmSink(self.model, self.vllm_config, self.device)
-        labels = {"engine": str(info.engine), "worker": str(self._rank_in_engine)}
+        self._sink = worker_sink(self._worker, self.model, self.vllm_config, self.device)
+        labels = {"engine": str(info.engine), **self._rank.labels}
         return RefitMember.join(
             info.address,
             rank=rank,
@@ -171,7 +172,7 @@ class ReshardEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
 
     def _refuse(self, why: str) -> None:
         self._refusal = (
-            f"this engine (worker {self._rank_in_engine}) is STALE and must not generate: {why}. "
+            f"this engine (worker {self._rank.in_engine}) is STALE and must not generate: {why}. "
             "Complete a refit, or start the engine anew."
         )
 

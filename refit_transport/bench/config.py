@@ -25,6 +25,7 @@ TRANSPORTS = (
 ``parameter_loop`` and ``checkpoint`` are what users would pick instead; ``stream`` is a plain copy between two."""
 NICS = ("rank", "node")
 SCOPES = ("ffn", "all")
+WIRES = ("tcp", "gloo")
 
 
 class BenchConfigError(ValueError):
@@ -85,6 +86,8 @@ class BenchConfig:
     bucket_bytes: int = 32 << 20
     relay: str = "auto"
     """Domain-to-domain relay, as the transports' option of that name."""
+    wire: str = "tcp"
+    """What moves the bytes of our own transports. gloo uses one network card for everything."""
     deadline_seconds: float = 120.0
     targets: Mapping[str, float | None] = field(default_factory=dict)
 
@@ -120,7 +123,11 @@ def check(config: BenchConfig) -> list[str]:
     """Violations of a configuration whose types are right."""
     found = [
         f"{key}: got {got!r}, allowed: {', '.join(allowed)}"
-        for key, got, allowed in (("cluster.nic", config.cluster.nic, NICS), ("scope", config.scope, SCOPES))
+        for key, got, allowed in (
+            ("cluster.nic", config.cluster.nic, NICS),
+            ("scope", config.scope, SCOPES),
+            ("wire", config.wire, WIRES),
+        )
         if got not in allowed
     ]
     found += [
@@ -176,7 +183,7 @@ def _build(path: Path, raw: dict[str, Any], violations: list[str]) -> BenchConfi
     if violations:
         return None
     domains = raw["cluster"].get("domains") or [trainers.ranks, engines.ranks]
-    plain = ("scope", "rounds", "bucket_bytes", "relay", "deadline_seconds", "targets")
+    plain = ("scope", "rounds", "bucket_bytes", "relay", "wire", "deadline_seconds", "targets")
     rest = {key: raw[key] for key in plain if key in raw}
     if "transports" in raw:
         rest["transports"] = tuple(raw["transports"])

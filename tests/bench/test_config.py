@@ -46,6 +46,7 @@ def test_overrides_and_the_file_under_defaults_are_applied_in_this_order(tmp_pat
     [
         (("rate: 1gbit", "rate: fast"), "cluster.rate: got 'fast'"),
         (("nic: rank", "nic: port"), "cluster.nic: got 'port', allowed: rank, node"),
+        (("cluster: {", "wire: nccl\ncluster: {"), "wire: got 'nccl', allowed: tcp, gloo"),
         (("[2, 3]]", "[2]]"), "each of [0, 1, 2, 3] exactly once"),
         (("trainers: {fsdp: 0}", "trainers: {tp: 0}"), "tensors[layers.{layer}.w].trainers.tp: got axis 'tp'"),
         (("engines: {tp: 1}", "engines: {tp: 2}"), "got dimension 2, allowed: 0 to 1"),

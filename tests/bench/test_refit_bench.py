@@ -123,6 +123,12 @@ def test_every_transport_runs_on_one_host_and_the_files_hold_their_figures(tmp_p
     assert "plain two-process stream" in printed
 
 
+def test_our_transports_run_over_gloo_as_well(tmp_path):
+    config = load(config_file(tmp_path, ONE_HOST), ["wire=gloo", "transports=[nccl_reshard,gather_broadcast]"])
+    figures = summarise(measure(config, emulate=False))["transports"]
+    assert all(figures[name]["seconds_median"] > 0 for name in config.transports)
+
+
 @pytest.mark.slow
 def test_a_checkpoint_in_a_folder_is_a_refit_too(tmp_path):
     text = ONE_HOST.replace(

@@ -1,4 +1,4 @@
-"""Our own transports: plan, compile, bind, and run over the tcp wire, without a session around it."""
+"""Our own transports: plan, compile, bind, and run over a wire for CPU, without a session around it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from refit_transport.trainers.tensors import TensorSource
 from refit_transport.transports.registry import get_transport
 from refit_transport.wires.base import Peer
 from refit_transport.wires.select import make_wire
+from refit_transport.wires.tcp import TcpWire
 
 from .base import RankContext
 
@@ -64,7 +65,7 @@ class Planned:
             "network_interface": interfaces.network,
             "domain_interface": interfaces.domain,
         }
-        self._wire = make_wire("tcp", options)
+        self._wire = make_wire(config.wire, options)
 
     def publish(self) -> dict[str, Any]:
         """Plans as well: what a plan takes is no memory of a refit."""
@@ -111,7 +112,8 @@ class Planned:
     def _shared_bytes(self) -> int:
         """Of its staging, what peers read in place."""
         memory = self._binding.memory
-        return 0 if memory is None or not self._wire.shares(memory) else memory.numel()
+        shared = isinstance(self._wire, TcpWire) and memory is not None and self._wire.shares(memory)
+        return memory.numel() if shared else 0
 
     def close(self) -> None:
         self._wire.close()

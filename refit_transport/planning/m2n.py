@@ -18,6 +18,7 @@ from refit_transport.layout.region import Region
 from refit_transport.layout.sharding import region_layout
 
 from .plan import Plan, Route, Slab, TransferGroup
+from .staged import staged_bytes
 
 DTYPES = frozenset(
     "int8 uint8 int32 uint32 int64 uint64 float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2".split()
@@ -101,16 +102,30 @@ def communicator_order(trainers: Sequence[int], engines: Sequence[int]) -> dict[
     return {rank: place for place, rank in enumerate(ordered)}
 
 
-def choose_wires(plan: Plan, sources: Sequence[Layout | None], place: Mapping[int, int]) -> list[Choice]:
+def choose_wires(
+    plan: Plan, sources: Sequence[Layout | None], place: Mapping[int, int], refused: Mapping[int, str] | None = None
+) -> list[Choice]:
     """One choice per group of the plan. ``sources`` are the groups' source layouts, None where nobody asked for one;
-    ``place`` as ``communicator_order`` gives it. Deterministic: equal arguments, equal choices on every rank."""
-    limit = call_limit(plan)
-    return [_choice(group, source, place, limit) for group, source in zip(plan.groups, sources, strict=True)]
+    ``place`` as ``communicator_order`` gives it; ``refused`` gives the reason for groups that must not go over M2N.
+    Deterministic: equal arguments, equal choices on every rank."""
+    refused = refused or {}
+    limit = min(plan.options.bucket_bytes, MAX_CALL_BYTES)
+    while True:
+        choices = [
+            Choice("nccl", refused[number]) if number in refused else _choice(group, source, place, limit)
+            for number, (group, source) in enumerate(zip(plan.groups, sources, strict=True))
+        ]
+        largest = max((choice.geometry.nbytes for choice in choices if choice.geometry is not None), default=0)
+        limit = call_limit(plan, choices)
+        if largest <= limit:
+            return choices
 
 
-def call_limit(plan: Plan) -> int:
-    """Most bytes of one rank in one call."""
-    return min(plan.options.bucket_bytes, MAX_CALL_BYTES)
+def call_limit(plan: Plan, choices: Sequence[Choice]) -> int:
+    """Most bytes of one rank in one call. The library stages as much again, and what goes point to point is staged in
+    the same memory as the calls, so that a rank stages two ``bucket_bytes`` at most."""
+    left = 2 * plan.options.bucket_bytes - staged_bytes(without_m2n(plan, choices))
+    return max(0, min(plan.options.bucket_bytes, MAX_CALL_BYTES, left))
 
 
 def wires_by_parameter(plan: Plan, choices: Sequence[Choice]) -> dict[str, tuple[str, str]]:
@@ -128,9 +143,9 @@ def make_stacks(plan: Plan, choices: Sequence[Choice]) -> list[Stack]:
     for group, choice in zip(plan.groups, choices, strict=True):
         if choice.geometry is not None:
             members.setdefault(choice.geometry, []).extend(group.members)
-    stacks = []
+    stacks, limit = [], call_limit(plan, choices)
     for geometry, indices in members.items():
-        depth = max(1, call_limit(plan) // geometry.nbytes)
+        depth = max(1, limit // geometry.nbytes)
         indices.sort()
         stacks += [Stack(geometry, tuple(indices[i : i + depth])) for i in range(0, len(indices), depth)]
     return sorted(stacks, key=lambda stack: stack.members[0])
@@ -185,7 +200,10 @@ def _choice(group: TransferGroup, source: Layout | None, place: Mapping[int, int
             raise Inexpressible("a scalar")
         geometry = express(source, sink_layout(group), group.wire_dtype, place)
         if geometry.nbytes > limit:
-            raise Inexpressible(f"one rank holds {geometry.nbytes} bytes of it, more than {limit} (bucket_bytes)")
+            raise Inexpressible(
+                f"one rank holds {geometry.nbytes} bytes of it, more than the {limit} for a call that "
+                "`bucket_bytes` leaves"
+            )
     except Inexpressible as reason:
         return Choice("nccl", str(reason))
     return Choice("nccl_m2n", _described(geometry), geometry)

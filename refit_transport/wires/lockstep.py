@@ -79,7 +79,7 @@ class _Run:
     def __init__(self, binding: Binding, backend: Backend, parts: Parts) -> None:
         self._binding, self._backend, self._parts = binding, backend, parts
         self.stats = WireStats()
-        self._clock = _Clock(self.stats)
+        self._clock = PhaseClock(self.stats)
         self._posted: dict[Group, object] = {}
 
     def pack(self, number: int) -> None:
@@ -140,13 +140,13 @@ def _of_hop(messages: list[BoundMessage], hop: int) -> Iterable[tuple[int, Bound
     return ((index, message) for index, message in enumerate(messages) if message.hop == hop)
 
 
-class _Clock:
+class PhaseClock:
     """Adds the seconds of a block to a phase: ``with clock("pack"): ...``."""
 
     def __init__(self, stats: WireStats) -> None:
         self._seconds, self._phase, self._started = stats.seconds, "", 0.0
 
-    def __call__(self, phase: str) -> _Clock:
+    def __call__(self, phase: str) -> PhaseClock:
         self._phase = phase
         return self
 

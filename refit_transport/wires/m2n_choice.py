@@ -37,12 +37,11 @@ def agree_on_wires(
         reports = {other: _get(store, f"holds {other}", other, deadline) for other in ranks}
         store.set("all", json.dumps(list(reports.items())))
     reports = dict(_get(store, "all", min(ranks), deadline))
-    apart = {group: other for other, (_, groups) in reports.items() for group in groups}
+    apart = {
+        group: f"rank {other} stores it in several places" for other, (_, groups) in reports.items() for group in groups
+    }
     sources = _source_layouts(plan, {other: _decoded(held) for other, (held, _) in reports.items()})
-    choices = [
-        Choice("nccl", f"rank {apart[number]} stores it in several places") if number in apart else choice
-        for number, choice in enumerate(choose_wires(plan, sources, place))
-    ]
+    choices = choose_wires(plan, sources, place, apart)
     if rank == min(ranks):
         log.info(summary(plan, choices))
     return choices

@@ -22,7 +22,9 @@ log = logging.getLogger("refit_transport")
 
 OLDEST_NCCL = (2, 30, 5)
 INSTALL = "pip install 'refit-transport[m2n]'"
-_MIB = 1 << 20
+_SIZES = "NCCL_RESHARD_PACK_BUFFSIZES"
+_LEAST = 2 << 10
+"""Bytes. The library stages no less."""
 
 
 def missing(
@@ -45,6 +47,15 @@ def missing(
     return None
 
 
+def staging_of(sizes: str) -> int:
+    """Bytes that ``NCCL_RESHARD_PACK_BUFFSIZES`` asks for, such as ``8k:2,1m``; four slots where it does not say."""
+    total = 0
+    for size, slots in re.findall(r"(\d+[km]?)(?::(\d+))?", sizes.lower()):
+        unit = {"k": 1 << 10, "m": 1 << 20}.get(size[-1], 1)
+        total += int(size.rstrip("km")) * unit * int(slots or 4)
+    return total
+
+
 def loaded_nccl(maps: str) -> list[str]:
     """The libnccl files in the text of ``/proc/self/maps``."""
     return sorted(set(re.findall(r"\S*/libnccl\.so[\w.]*", maps)))
@@ -59,6 +70,7 @@ class Library:
         self._comm: Any = None
         self._handle: Any = None
         self._rank = -1
+        self._call_bytes = 0
         files = loaded_nccl(Path("/proc/self/maps").read_text())
         if len(files) > 1:
             raise WireError(
@@ -79,10 +91,22 @@ class Library:
         self._rank = rank
 
     def open(self, call_bytes: int) -> None:
-        """Make the library ready for calls of at most ``call_bytes`` per rank. It reads its environment only here."""
+        """Make the library ready for calls of at most ``call_bytes`` per rank. It reads its environment only here, so a
+        later plan with larger calls is refused with WireError."""
         if self._handle is None:
-            os.environ.setdefault("NCCL_RESHARD_PACK_BUFFSIZES", f"{-(-call_bytes // _MIB)}m:1")
-            self._handle = self._m2n.init()
+            os.environ.setdefault(_SIZES, f"{-(-max(call_bytes, _LEAST) // 1024)}k:1")
+            self._handle, self._call_bytes = self._m2n.init(), call_bytes
+        if call_bytes > self._call_bytes:
+            raise WireError(
+                f"M2N was made ready for calls of {self._call_bytes} bytes, this plan has larger ones ({call_bytes}); "
+                "join a new session",
+                phase="bind",
+            )
+
+    @property
+    def staged_bytes(self) -> int:
+        """What the library stages in once it is open."""
+        return 0 if self._handle is None else staging_of(os.environ[_SIZES])
 
     def reshard(
         self,

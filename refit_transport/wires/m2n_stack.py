@@ -15,6 +15,9 @@ from refit_transport.planning.plan import TransferGroup
 from refit_transport.runtime.binding import Binding
 from refit_transport.runtime.replay import Copies, Target
 
+from .base import WireStats
+from .m2n_counts import ParameterCounts
+
 
 @dataclass(slots=True)
 class BoundStack:
@@ -22,6 +25,8 @@ class BoundStack:
 
     geometry: Geometry
     names: tuple[str, ...]
+    counts: WireStats
+    """What the call moves on this rank."""
     source: torch.Tensor | None = None
     """What this rank gives: stacked members, or the live tensor of a single one. None without a part."""
     sink: torch.Tensor | None = None
@@ -35,15 +40,15 @@ class BoundStack:
 
 
 def bind_stacks(
-    binding: Binding, stacks: Sequence[Stack], place: int, pool: torch.Tensor | None
+    binding: Binding, stacks: Sequence[Stack], place: int, pool: torch.Tensor | None, counts: ParameterCounts
 ) -> tuple[BoundStack, ...]:
     """Views and copies of every stack for the rank at ``place`` of M2N's communicator.
 
     ``pool`` is uint8 memory for the largest stack, which all stacks share: they run one after the other, and a rank has
-    one side of each. Raises ValueError for a tensor that is not as planned.
+    one side of each. ``counts`` are those of the whole program. Raises ValueError for a tensor that is not as planned.
     """
     groups = {member: group for group in binding.plan.groups for member in group.members}
-    return tuple(_bound(binding, stack, groups, place, pool) for stack in stacks)
+    return tuple(_bound(binding, stack, groups, place, pool, counts) for stack in stacks)
 
 
 def _bound(
@@ -52,9 +57,10 @@ def _bound(
     groups: dict[int, TransferGroup],
     place: int,
     pool: torch.Tensor | None,
+    counts: ParameterCounts,
 ) -> BoundStack:
     geometry, parameters = stack.geometry, [binding.plan.parameters[member] for member in stack.members]
-    bound = BoundStack(geometry, tuple(parameter.name for parameter in parameters))
+    bound = BoundStack(geometry, tuple(parameter.name for parameter in parameters), counts.of(stack.members))
     if place in geometry.source.ranks:
         holdings = binding.source.holdings()
         views = [_checked(binding.source.view, p.name, holdings[p.name][0], p.dtype) for p in parameters]
@@ -70,6 +76,9 @@ def _bound(
         bound.sink, slots = _stacked(geometry, geometry.sink, targets, region.shape, pool)
         for slot, target in zip(slots, targets, strict=bool(slots)):
             bound.unpack.add(target, slot)
+    received, planned = 0 if bound.sink is None else bound.sink.nbytes, counts.stored(stack.members)
+    if received != planned:
+        raise ValueError(f"{bound.names[0]}: M2N would store {received} bytes on this rank, the plan says {planned}")
     return bound
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock, Thread
 
+import torch
 import torch.distributed as dist
 
 from refit_transport.runtime.binding import Binding
@@ -48,6 +49,7 @@ class NcclWire:
         queue: Queue | None = None,
         group_maker: GroupMaker = make_group,
         direct_bytes: int = DIRECT_BYTES,
+        staging_memory: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         self._meeting = Meeting(network_interface)
         self._make_group = group_maker
@@ -59,7 +61,8 @@ class NcclWire:
         self._releasing = Lock()
         self._peers: dict[int, Peer] = {}
         self._rank = -1
-        self._staging = Staging(allocate=self._queue.memory, arena=self._queue.memory, direct_bytes=direct_bytes)
+        memory = staging_memory or self._queue.memory
+        self.staging = Staging(allocate=memory, arena=self._queue.memory, direct_bytes=direct_bytes)
         self._messages: CutMessages | None = None
         self._helper = HelperThread("refit-nccl")
 
@@ -97,7 +100,7 @@ class NcclWire:
 
     def exchange(self, binding: Binding, version: int, deadline: float, watch: Watch) -> WireStats:
         """``run`` under a watch that another wire opened."""
-        binding.bind(self._staging)
+        binding.bind(self.staging)
         register = Register(self.store("blame", deadline), self._rank, version)
         groups = _Groups(self, deadline, watch, register)
         if self._messages is None or self._messages.binding is not binding:

@@ -11,6 +11,7 @@ from refit_transport.planning import PlanOptions, compile_program, plan_refit
 from refit_transport.planning.m2n import (
     Inexpressible,
     SideMesh,
+    call_limit,
     choose_wires,
     communicator_order,
     express,
@@ -19,6 +20,8 @@ from refit_transport.planning.m2n import (
     wires_by_parameter,
     without_m2n,
 )
+from refit_transport.planning.plan import IN_FLIGHT
+from refit_transport.planning.staged import staged_bytes
 
 SHAPE = (12, 8)
 PLACE = {rank: rank for rank in range(200)}
@@ -169,8 +172,31 @@ def test_a_shard_beyond_the_bucket_goes_point_to_point() -> None:
     wires = wires_by_parameter(plan, choose_wires(plan, sources, PLACE))
     assert wires["model.layers.0.mlp.up_proj.weight"] == (
         "nccl",
-        "one rank holds 192 bytes of it, more than 160 (bucket_bytes)",
+        "one rank holds 192 bytes of it, more than the 160 for a call that `bucket_bytes` leaves",
     )
+
+
+def test_calls_and_the_rest_are_staged_in_two_buckets() -> None:
+    """The library stages a call once more; the rest shares the memory of the calls."""
+    seen = set()
+    for bucket_bytes in (192, 220, 260, 320, 480, 1000, 4096):
+        plan, sources = planned(bucket_bytes)
+        choices = choose_wires(plan, sources, PLACE)
+        limit, rest = call_limit(plan, choices), staged_bytes(without_m2n(plan, choices))
+        assert limit + max(limit if make_stacks(plan, choices) else 0, rest) <= 2 * bucket_bytes
+        assert all(s.geometry.nbytes * len(s.members) <= limit for s in make_stacks(plan, choices))
+        seen.add((limit < bucket_bytes, bool(make_stacks(plan, choices))))
+    assert {(False, True), (True, True), (True, False)} <= seen
+
+
+def test_what_is_staged_is_counted_as_the_programs_do() -> None:
+    for bucket_bytes in (220, 480, 4096):
+        plan, _ = planned(bucket_bytes)
+        programs = [compile_program(plan, rank) for rank in range(4)]
+        staged = [
+            sum(message.nbytes for message in (*bucket.sends, *bucket.recvs)) for p in programs for bucket in p.buckets
+        ]
+        assert staged_bytes(plan) == IN_FLIGHT * max(staged)
 
 
 def test_the_rest_of_a_plan_compiles_and_moves_all_that_m2n_does_not() -> None:

@@ -155,7 +155,9 @@ class Handle:
         self.calls: list[dict] = []
         size, slots = os.environ["NCCL_RESHARD_PACK_BUFFSIZES"].split(":")
         _require(int(slots) == 1, "slots")
-        self.bucket = int(size.removesuffix("m")) << 20
+        _require(size[-1] in "km", f"a staging bucket of {size}")
+        self.bucket = int(size[:-1]) << {"k": 10, "m": 20}[size[-1]]
+        _require(2 << 10 <= self.bucket < 4 << 30, f"a staging bucket of {self.bucket} bytes")
 
     def destroy(self) -> None:
         self.alive = False
@@ -171,7 +173,7 @@ class Handle:
         _require(src.mesh.start_rank < dst.mesh.start_rank, "the destination mesh comes first")
         _require(max(dst.mesh.ranks) < comm.size, "a mesh outside the communicator")
         itemsize = getattr(torch, src.dtype).itemsize
-        tile = max(prod(src.local_shape), prod(dst.local_shape)) * itemsize
+        tile = max(prod(src.local_shape) * itemsize, prod(dst.local_shape) * itemsize, 2 << 10)
         _require(tile <= self.bucket, f"a tile of {tile} bytes for a bucket of {self.bucket}")
         for side in (src, dst):
             _require((side.buffer is not None) == (comm.rank in side.mesh.ranks), "a buffer where there is no part")

@@ -11,20 +11,22 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import m2n_stand_in
 import pytest
 import torch
 from forked_wires import Rank, Ranks
 from m2n_stand_in import RuleBroken
-from nccl_stand_in import Group, HostQueue
+from nccl_stand_in import Group, HostQueue, note_copies
 from refit_cases import Case, Tensor, bound_rank, columns, contents, everything, merged, rows
 from small_cases import CASES, TWO_DOMAINS, WIDE, E, T, join, run_refits
 
 from refit_transport.planning.m2n import Geometry, SideMesh
+from refit_transport.session.totals import expected_of
 from refit_transport.wires.base import WireError
-from refit_transport.wires.m2n import M2nWire, counts_of
-from refit_transport.wires.m2n_library import Library, loaded_nccl, missing
+from refit_transport.wires.m2n import M2nWire
+from refit_transport.wires.m2n_library import Library, loaded_nccl, missing, staging_of
 
 CUBE = (4, 6, 8)
 MIXED = Case(
@@ -57,7 +59,8 @@ def library() -> Library:
 
 
 def m2n_wire() -> M2nWire:
-    return M2nWire(queue=HostQueue(), group_maker=Group, library=library)
+    queue = HostQueue()
+    return M2nWire(queue=queue, group_maker=partial(Group, queue=queue), library=library)
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +88,7 @@ def refits_with_wires(case: Case) -> Callable[[Rank], object]:
                 sink.commit(version)
             found += served.wrong(version)
             rank.barrier()
-        planned = counts_of(binding.program)
+        planned = expected_of(binding.program, frozenset())
         assert (stats.sent, stats.received) == (planned.sent, planned.received)
         assert binding.peak_extra_bytes > 0
         wires = {name: wire for name, (wire, _) in wire.wires_by_parameter().items()}
@@ -170,6 +173,168 @@ def test_a_rank_lost_in_a_call_ends_in_an_error_that_says_to_restart() -> None:
         for took, text in ranks.results([0, 1, 2]).values():
             assert took < 2.0
             assert "engine rank 3 was lost" in text and "restart this process" in text
+
+
+BIG, ODD = (256, 512), (255, 511)
+STAGED = Case(
+    (
+        *(Tensor(f"w{i}", BIG, rows(BIG, T), columns(BIG, E)) for i in range(8)),
+        *(Tensor(f"uneven{i}", ODD, rows(ODD, T), columns(ODD, E)) for i in range(4)),
+    ),
+    TWO_DOMAINS,
+    {"bucket_bytes": 1 << 20},
+    strided=True,
+)
+
+
+def test_calls_the_library_and_the_rest_stage_two_buckets_at_most() -> None:
+    plan = STAGED.plan()
+
+    def body(rank: Rank) -> tuple[list[str], int, int, set[str]]:
+        trained, served, _, binding = bound_rank(STAGED, plan, rank.rank)
+        wire = join(rank, m2n_wire())
+        for version in (1, 2):
+            trained.fill(version)
+            binding.begin(version)
+            wire.run(binding, version, time.monotonic() + 20)
+            rank.barrier()
+        wires = {name for name, _ in wire.wires_by_parameter().values()}
+        return served.wrong(2), binding.peak_extra_bytes, wire._library.staged_bytes, wires
+
+    for wrong, staged, of_library, wires in run_refits(STAGED, m2n_wire, body=body).values():
+        assert not wrong and wires == {"nccl", "nccl_m2n"}
+        assert of_library < staged <= 1.05 * 2 * STAGED.options["bucket_bytes"]
+
+
+def test_a_call_that_is_not_made_is_not_counted() -> None:
+    case = ALL_M2N["casts"]
+    plan = case.plan()
+
+    def body(rank: Rank) -> tuple[int, int]:
+        *_, binding = bound_rank(case, plan, rank.rank)
+        wire = join(rank, m2n_wire())
+        binding.begin(1)
+        counted = [sum(wire.run(binding, 1, time.monotonic() + 20).received.values())]
+        wire._stacks = wire._stacks[:-1]
+        binding.begin(2)
+        counted.append(sum(wire.run(binding, 2, time.monotonic() + 20).received.values()))
+        rank.barrier()
+        return tuple(counted)
+
+    results = run_refits(case, m2n_wire, 1, body)
+    assert all(results[rank][0] > results[rank][1] for rank in E)
+
+
+def test_calls_and_the_rest_hand_over_their_memory_by_events() -> None:
+    plan = MIXED.plan()
+
+    def body(rank: Rank) -> str:
+        trained, _, _, binding = bound_rank(MIXED, plan, rank.rank)
+        wire = join(rank, m2n_wire())
+        note_copies(wire._queue, pytest.MonkeyPatch())
+        reshard = wire._library.reshard
+
+        def noted(geometry, members, source, sink, stream) -> None:
+            for buffer, write in ((source, False), (sink, True)):
+                if buffer is not None:
+                    wire._queue.use(buffer, write=write)
+            reshard(geometry, members, source, sink, stream)
+
+        wire._library.reshard = noted
+        try:
+            for version in (1, 2, 3):
+                trained.fill(version)
+                binding.begin(version)
+                wire.run(binding, version, time.monotonic() + 20)
+        except (RuleBroken, WireError) as error:
+            return str(error)
+        finally:
+            rank.barrier()
+        return ""
+
+    assert set(run_refits(MIXED, m2n_wire, 1, body).values()) == {""}
+
+
+class Never:
+    """The end of a call that a lost peer holds up on the device."""
+
+    def query(self) -> bool:
+        return False
+
+
+def test_a_stopped_peer_is_named_at_the_deadline_and_nothing_is_loaded_behind_its_call() -> None:
+    plan = MIXED.plan()
+
+    def body(rank: Rank) -> object:
+        *_, sink, binding = bound_rank(MIXED, plan, rank.rank)
+        wire = join(rank, m2n_wire())
+        loaded: list[str] = []
+        if sink is not None:
+            sink.arrived = lambda direct, whole: loaded.extend(direct)
+        if rank.rank == 3:
+            wire._library.reshard = lambda *_: (rank.pipe.send(("here", None)), os.kill(os.getpid(), signal.SIGSTOP))
+        else:
+            wire._library.reshard = lambda *_: None
+            wire._queue.mark = Never
+        binding.begin(1)
+        started = time.monotonic()
+        try:
+            wire.run(binding, 1, started + 2.0)
+        except WireError as error:
+            took = time.monotonic() - started
+            rank.barrier()  # rank 0 hosts the store in which the others look
+            return took, str(error), error.peer, error.phase, loaded
+
+    with Ranks(body, MIXED.domains, 2) as ranks:
+        ranks.exchange_endpoints()
+        ranks.expect(3, "here")
+        ranks.barrier([0, 1, 2])
+        for took, text, peer, phase, loaded in ranks.results([0, 1, 2]).values():
+            assert 2.0 <= took < 5.0 and (peer, phase) == (3, "m2n") and loaded == []
+            assert re.search(r"deadline passed in the call of \d+ parameters from .* waiting for engine rank 3", text)
+            assert "restart this process" in text
+
+
+def test_a_rank_lost_after_the_calls_needs_no_restart() -> None:
+    plan = MIXED.plan()
+
+    def body(rank: Rank) -> object:
+        *_, binding = bound_rank(MIXED, plan, rank.rank)
+        wire = join(rank, m2n_wire())
+        told = threading.Event()
+        threading.Thread(target=lambda: rank.pipe.poll(20) and told.set(), daemon=True).start()
+        if rank.rank == 3:
+            wire._p2p.exchange = lambda *_: (rank.pipe.send(("here", None)), os.kill(os.getpid(), signal.SIGKILL))
+        binding.begin(1)
+        started = time.monotonic()
+        try:
+            wire.run(binding, 1, started + 20, lambda: "engine rank 3 was lost" if told.is_set() else None)
+        except WireError as error:
+            return time.monotonic() - started, str(error)
+
+    with Ranks(body, MIXED.domains, 2) as ranks:
+        ranks.exchange_endpoints()
+        ranks.expect(3, "here")
+        for rank in (0, 1, 2):
+            ranks.pipes[rank].send("lost")
+        for took, text in ranks.results([0, 1, 2]).values():
+            assert took < 2.0 and text == "engine rank 3 was lost"
+
+
+@pytest.mark.parametrize(
+    "sizes, nbytes", [("2k:1", 2048), ("8k:2,1m", 16384 + (4 << 20)), ("256m:1", 256 << 20), ("4096:3", 12288)]
+)
+def test_what_the_library_stages_is_read_from_its_own_setting(sizes: str, nbytes: int) -> None:
+    assert staging_of(sizes) == nbytes
+
+
+def test_a_plan_with_larger_calls_than_the_library_is_ready_for_is_refused() -> None:
+    opened = library()
+    opened.open(5000)
+    opened.open(4000)
+    assert opened.staged_bytes == 5 << 10
+    with pytest.raises(WireError, match="ready for calls of 5000 bytes, this plan has larger ones"):
+        opened.open(5001)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ VLLM = "policy.generation.vllm_cfg"
 REPLICAS = "policy.generation.replicas"
 MEGATRON = "policy.megatron_cfg"
 DTENSOR = "policy.dtensor_cfg"
+EXPERT = f"{DTENSOR}.expert_parallel_size"
+VALUE = "value.dtensor_cfg"
 RESOURCES = "policy.generation.colocated.resources"
 ANCHOR = f"{DOCUMENT}#layouts"
 
@@ -88,10 +90,13 @@ def _trainer_fills_its_ranks(setup: Setup) -> Found:
         )
     else:
         replicas = setup.get(f"{DTENSOR}.dp_replicate_size")
-        sizes = ((setup.tensor_parallel_key, setup.tensor_parallel * replicas, "tensor x replicas"),)
+        sizes = (
+            (setup.tensor_parallel_key, setup.tensor_parallel * replicas, "tensor x replicas"),
+            (EXPERT, setup.get(EXPERT) * replicas, "expert x replicas"),
+        )
     if setup.algorithm == "ppo":
-        key = "value.dtensor_cfg.dp_replicate_size"
-        sizes = (*sizes, (key, setup.get(key), "replicas of the value model"))
+        product = setup.get(f"{VALUE}.tensor_parallel_size") * setup.get(f"{VALUE}.dp_replicate_size")
+        sizes = (*sizes, (f"{VALUE}.tensor_parallel_size", product, "tensor x replicas of the value model"))
     for key, product, words in sizes:
         if ranks % product:
             yield Violation(
@@ -108,7 +113,7 @@ def _trainer_divides_the_model(setup: Setup) -> Found:
     yield from _divides(key, tensor, model.intermediate, "columns of the feed-forward layers")
     if setup.trainer == "dtensor":
         yield from _divides(key, tensor, model.kv_heads, "key-value heads")
-        expert_key = f"{DTENSOR}.expert_parallel_size"
+        expert_key = EXPERT
     else:
         yield from _shares_kv_heads(key, tensor, model.kv_heads)
         expert_key = f"{MEGATRON}.expert_model_parallel_size"

@@ -108,5 +108,7 @@ class Setup:
 
     @property
     def value_data_parallel(self) -> int:
-        """Data-parallel ranks of the value model, which is cut by FSDP alone; 0 when the layout is incomplete."""
-        return max(0, self.train_ranks) if self.generation_ranks else 0
+        """Data-parallel ranks of the value model, 0 when the layout is incomplete or does not divide."""
+        tensor = self.get("value.dtensor_cfg.tensor_parallel_size")
+        ranks = self.train_ranks if self.generation_ranks else 0
+        return ranks // tensor if ranks > 0 and ranks % tensor == 0 else 0

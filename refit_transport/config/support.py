@@ -227,40 +227,45 @@ UNSUPPORTED = (
         lambda s: any(name in (s.get(f"{GENERATION}.vllm_kwargs") or {}) for name in ENGINE_SIZES),
     ),
     Unsupported(
-        "hsdp-with-tensor-parallel",
-        "DTensor trainer with replicas (HSDP) and tensor parallelism",
-        "transformers shards over one data-parallel dimension beside the tensor-parallel one",
-        "policy.dtensor_cfg.dp_replicate_size",
-        "1 with policy.dtensor_cfg.tensor_parallel_size above 1",
-        lambda s: (
-            s.trainer == "dtensor" and s.tensor_parallel > 1 and s.get("policy.dtensor_cfg.dp_replicate_size") > 1
-        ),
-    ),
-    Unsupported(
         "expert-parallel-size",
-        "DTensor trainer whose expert-parallel size is neither 1 nor the tensor-parallel size",
-        "the ranks of an expert group see the same tokens",
+        "DTensor trainer whose expert-parallel size is above 1 and no multiple of the tensor-parallel size",
+        "an expert group is made of whole tensor-parallel groups",
         "policy.dtensor_cfg.expert_parallel_size",
-        "1 or policy.dtensor_cfg.tensor_parallel_size",
+        "1, or a multiple of policy.dtensor_cfg.tensor_parallel_size",
         lambda s: (
-            s.trainer == "dtensor" and s.get("policy.dtensor_cfg.expert_parallel_size") not in (1, s.tensor_parallel)
+            s.trainer == "dtensor"
+            and s.get("policy.dtensor_cfg.expert_parallel_size") > 1
+            and s.get("policy.dtensor_cfg.expert_parallel_size") % s.tensor_parallel
         ),
     ),
     Unsupported(
-        "float16-with-tensor-parallel",
-        "DTensor trainer in `float16` with tensor parallelism",
-        "transformers has no mixed precision of that kind",
-        "policy.precision",
-        "bfloat16 or float32 with policy.dtensor_cfg.tensor_parallel_size above 1",
-        lambda s: s.trainer == "dtensor" and s.tensor_parallel > 1 and s.get("policy.precision") == "float16",
+        "tensor-parallel-plan",
+        "DTensor trainer with tensor parallelism for NemotronH",
+        "transformers has no tensor-parallel plan for it",
+        "policy.dtensor_cfg.tensor_parallel_size",
+        "1 for this model",
+        lambda s: (
+            s.trainer == "dtensor"
+            and s.tensor_parallel > 1
+            and s.model is not None
+            and s.model.model_type == "nemotron_h"
+        ),
     ),
     Unsupported(
-        "value-head-with-tensor-parallel",
-        "a value model with tensor parallelism",
-        "the scalar head is not part of transformers' tensor-parallel plan",
-        "value.dtensor_cfg.tensor_parallel_size",
-        "1",
-        lambda s: s.algorithm == "ppo" and s.get("value.dtensor_cfg.tensor_parallel_size") > 1,
+        "lora-with-tensor-parallel",
+        "LoRA with tensor parallelism",
+        "tensor-parallel plans know no adapters",
+        "policy.dtensor_cfg.lora_cfg.enabled",
+        "false with policy.dtensor_cfg.tensor_parallel_size above 1",
+        lambda s: s.trainer == "dtensor" and s.tensor_parallel > 1 and s.get("policy.dtensor_cfg.lora_cfg.enabled"),
+    ),
+    Unsupported(
+        "lora-with-megatron",
+        "LoRA with the Megatron trainer",
+        "its layers have no adapters",
+        "policy.dtensor_cfg.lora_cfg.enabled",
+        "false with policy.megatron_cfg.enabled",
+        lambda s: s.trainer == "megatron" and s.get("policy.dtensor_cfg.lora_cfg.enabled"),
     ),
 )
 

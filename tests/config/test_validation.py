@@ -112,6 +112,16 @@ def test_recipes_are_valid(recipe: str) -> None:
             "policy.dtensor_cfg.tensor_parallel_size",
             "the 2 ranks that train",
         ),
+        (
+            ["policy.dtensor_cfg.tensor_parallel_size=2", "policy.dtensor_cfg.expert_parallel_size=3"],
+            "policy.dtensor_cfg.expert_parallel_size",
+            "a multiple of policy.dtensor_cfg.tensor_parallel_size",
+        ),
+        (
+            ["policy.dtensor_cfg.tensor_parallel_size=2", "policy.dtensor_cfg.lora_cfg.enabled=true"],
+            "policy.dtensor_cfg.lora_cfg.enabled",
+            "false with policy.dtensor_cfg.tensor_parallel_size above 1",
+        ),
         (["cluster.gpus_per_node=2"], f"{GENERATION}.colocated.resources.gpus_per_node", "leaves 0 of 2 to train"),
         (
             [f"{GENERATION}.colocated.resources.gpus_per_node=null"],
@@ -141,6 +151,19 @@ def test_a_mistake_is_named_with_what_is_allowed(overrides: list[str], key: str,
     assert key in found
     assert allowed in found[key].allowed
     assert found[key].anchor.startswith("docs/configuration.md#") or "no such key" in found[key].allowed
+
+
+def test_a_critic_is_cut_by_sizes_of_its_own() -> None:
+    recipe = "recipes/ppo-reverse-digits-1n4r-fsdp2-tp2.yaml"
+    megatron = ("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true")
+    pipeline = (*megatron, "policy.megatron_cfg.pipeline_model_parallel_size=2", "value.train_global_batch_size=32")
+    (found,) = violations(*pipeline, recipe=recipe)
+    assert (found.key, found.allowed) == (
+        "value.train_global_batch_size",
+        "a multiple of 64 (train_micro_batch_size 32 x 2 data-parallel ranks)",
+    )
+    (found,) = violations(*megatron, "value.dtensor_cfg.tensor_parallel_size=3", recipe=recipe)
+    assert found.key == "value.dtensor_cfg.tensor_parallel_size" and "the 2 ranks that train" in found.allowed
 
 
 def test_five_mistakes_are_five_lines_with_where_they_were_made() -> None:

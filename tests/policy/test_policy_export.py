@@ -9,14 +9,25 @@ from tests.policy.test_policy_worker import LOSS, make_batch, make_config, make_
 from tests.trainers.forked_ranks import run_ranks
 
 
-@pytest.mark.parametrize("family", ["qwen3_tied", "qwen3_moe", "deepseek_v3"])
-def test_untrained_policy_is_written_as_it_was_read(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "ranks", "cfg"),
+    [
+        ("qwen3_tied", 3, {}),
+        ("qwen3_moe", 3, {}),
+        ("deepseek_v3", 3, {}),
+        ("qwen3_tied", 4, {"dp_replicate_size": 2, "tensor_parallel_size": 2}),
+        ("qwen3_moe", 4, {"tensor_parallel_size": 2, "expert_parallel_size": 4}),
+        ("mixtral", 4, {"expert_parallel_size": 2}),
+        ("deepseek_v3", 4, {"dp_replicate_size": 2, "expert_parallel_size": 2}),
+    ],
+)
+def test_untrained_policy_is_written_as_it_was_read(family, ranks, cfg, tmp_path):
     path = make_model(family, tmp_path / "made", seed=1, dtype="float32", num_hidden_layers=2)
 
     def rank_body(rank):
-        make_worker(rank, 3, make_config(path)).save_pretrained(tmp_path / "saved")
+        make_worker(rank, ranks, make_config(path, dtensor_cfg=cfg)).save_pretrained(tmp_path / "saved")
 
-    run_ranks(3, rank_body)
+    run_ranks(ranks, rank_body)
     expected, got = read_checkpoint(path), read_checkpoint(tmp_path / "saved")
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], value) for name, value in expected.items())

@@ -103,6 +103,7 @@ LAYOUTS = {
     "hsdp 2x2": (4, {"dtensor_cfg": {"dp_replicate_size": 2}}),
     "tp2": (2, {"dtensor_cfg": {"tensor_parallel_size": 2}}),
     "tp2 x fsdp2": (4, {"dtensor_cfg": {"tensor_parallel_size": 2}}),
+    "hsdp 2x1 x tp2": (4, {"dtensor_cfg": {"dp_replicate_size": 2, "tensor_parallel_size": 2}}),
     "micro-batches of one row": (1, {"train_micro_batch_size": 1}),
     "one micro-batch": (1, {"train_micro_batch_size": 64}),
     "activation checkpointing": (1, {"dtensor_cfg": {"activation_checkpointing": True}}),
@@ -165,8 +166,13 @@ def test_one_optimizer_step_per_global_batch_and_one_schedule_step_per_call(chec
 
 @pytest.mark.parametrize(
     ("world_size", "cfg"),
-    [(2, {}), (2, {"tensor_parallel_size": 2}), (4, {"dp_replicate_size": 2})],
-    ids=["fsdp", "tp", "hsdp"],
+    [
+        (2, {}),
+        (2, {"tensor_parallel_size": 2}),
+        (4, {"dp_replicate_size": 2}),
+        (4, {"dp_replicate_size": 2, "tensor_parallel_size": 2}),
+    ],
+    ids=["fsdp", "tp", "hsdp", "hsdp x tp"],
 )
 def test_resuming_continues_bit_for_bit(checkpoint, tmp_path, world_size, cfg):
     schedule = [
@@ -249,9 +255,12 @@ def test_reference_logprobs_stay_and_leave_the_weights_untouched(checkpoint):
     assert run_ranks(2, rank_body) == [(True, True, False)] * 2
 
 
-def test_bfloat16_keeps_float32_master_weights(checkpoint):
+@pytest.mark.parametrize("cfg", [{}, {"tensor_parallel_size": 2}], ids=["fsdp", "tp"])
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_half_precision_keeps_float32_master_weights(checkpoint, precision, cfg):
     def rank_body(rank):
-        worker = make_worker(rank, 2, make_config(checkpoint, precision="bfloat16", optimizer=ADAMW))
+        config = make_config(checkpoint, precision=precision, optimizer=ADAMW, dtensor_cfg=cfg)
+        worker = make_worker(rank, 2, config)
         metrics = worker.train(make_batch(), LOSS)
         return {p.dtype for p in worker.source().parameters()}, metrics["loss"]
 
@@ -283,8 +292,8 @@ def test_worker_joins_by_address_and_the_source_follows_its_steps(checkpoint):
     ("dtensor_cfg", "message"),
     [
         ({"tensor_parallel_size": 3}, "tensor_parallel_size 3 x dp_replicate_size 1 must divide .* got 4"),
-        ({"expert_parallel_size": 4, "tensor_parallel_size": 2}, "expert_parallel_size: got 4, allowed 1 or"),
-        ({"dp_replicate_size": 2, "tensor_parallel_size": 2}, "dp_replicate_size: got 2 with tensor_parallel_size 2"),
+        ({"expert_parallel_size": 2, "tensor_parallel_size": 4}, "expert_parallel_size: got 2, allowed 1, or a multip"),
+        ({"expert_parallel_size": 4, "dp_replicate_size": 2}, "divides the 2 ranks of a replica"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(dtensor_cfg, message):
@@ -292,6 +301,40 @@ def test_sizes_that_do_not_fit_are_refused(dtensor_cfg, message):
 
     with pytest.raises(ValueError, match=message):
         ParallelSizes.of(dtensor_cfg, 4)
+
+
+def test_tied_weights_stay_tied_under_tensor_parallelism(tmp_path):
+    path = make_model("qwen3_tied", tmp_path, seed=1, dtype="float32", num_hidden_layers=1)
+    ((_, expected, weights),) = run_ranks(1, one_step, 1, make_config(path))
+    sizes = {"dtensor_cfg": {"tensor_parallel_size": 2}}
+
+    def rank_body(rank):
+        worker = make_worker(rank, 2, make_config(path, **sizes))
+        metrics = worker.train(make_batch(), LOSS)
+        model = worker.model
+        return metrics, full_weights(worker), model.lm_head.weight is model.model.embed_tokens.weight
+
+    for metrics, sharded, tied in run_ranks(2, rank_body):
+        assert tied
+        assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+        torch.testing.assert_close(sharded["lm_head.weight"], weights["lm_head.weight"], atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "cfg", "message"),
+    [
+        ("nemotron_h", {}, "tensor_parallel_size: got 2, allowed 1: transformers has no tensor-parallel plan for Nem"),
+        ("qwen3", {"lora_cfg": {"enabled": True}}, "lora_cfg.enabled: got true with tensor_parallel_size 2, allowed"),
+    ],
+)
+def test_what_tensor_parallelism_cannot_cut_is_refused(tmp_path, family, cfg, message):
+    path = make_model(family, tmp_path, seed=1, dtype="float32")
+
+    def rank_body(rank):
+        with pytest.raises(ValueError, match=message):
+            make_worker(rank, 2, make_config(path, dtensor_cfg={"tensor_parallel_size": 2, **cfg}))
+
+    run_ranks(2, rank_body)
 
 
 def test_lora_policy_trains_adapters_only_and_resumes(checkpoint, tmp_path):
@@ -337,6 +380,10 @@ MOE_LAYOUTS = {
     "fsdp2": (2, {}),
     "tp2": (2, {"dtensor_cfg": {"tensor_parallel_size": 2}}),
     "ep2 x fsdp2": (4, {"dtensor_cfg": {"tensor_parallel_size": 2, "expert_parallel_size": 2}}),
+    "ep2, each rank its own tokens": (2, {"dtensor_cfg": {"expert_parallel_size": 2}}),
+    "ep2 x fsdp2, each rank its own tokens": (4, {"dtensor_cfg": {"expert_parallel_size": 2}}),
+    "ep4 over tp2": (4, {"dtensor_cfg": {"tensor_parallel_size": 2, "expert_parallel_size": 4}}),
+    "ep2 in two replicas": (4, {"dtensor_cfg": {"dp_replicate_size": 2, "expert_parallel_size": 2}}),
 }
 
 

@@ -62,14 +62,17 @@ def test_value_of_a_token_depends_only_on_the_tokens_before_it(checkpoint):
     assert before[4] != after[4]
 
 
-def test_one_step_of_the_critic_does_not_depend_on_the_number_of_ranks(checkpoint):
-    def one_step(rank, world_size):
-        worker = make_worker(rank, world_size, checkpoint, optimizer=SGD)
+@pytest.mark.parametrize(
+    ("world", "sizes"), [(3, {}), (2, {"tensor_parallel_size": 2}), (4, {"tensor_parallel_size": 2})]
+)
+def test_one_step_of_the_critic_does_not_depend_on_the_layout(checkpoint, world, sizes):
+    def one_step(rank, world_size, sizes):
+        worker = make_worker(rank, world_size, checkpoint, optimizer=SGD, dtensor_cfg=sizes)
         worker.train(batch_with_returns(), ValueLoss(ValueLossConfig(cliprange=0.2)))
         return full_weights(worker)
 
-    (alone,) = run_ranks(1, one_step, 1)
-    for weights in run_ranks(3, one_step, 3):
+    (alone,) = run_ranks(1, one_step, 1, {})
+    for weights in run_ranks(world, one_step, world, sizes):
         for name, value in alone.items():
             torch.testing.assert_close(weights[name], value, atol=2e-6, rtol=1e-5)
     assert ROWS % 3 and alone["head.weight"].any()

@@ -7,13 +7,14 @@ from functools import cache
 from refit_transport.config.key import Key, Section
 from refit_transport.config.keys.algorithm import GRPO, LOSS, PPO, VALUE_LOSS
 from refit_transport.config.keys.generation import GENERATION, REFIT, VLLM
-from refit_transport.config.keys.policy import DTENSOR, MEGATRON, POLICY, TINY_MODEL, VALUE
+from refit_transport.config.keys.policy import DTENSOR, LORA, MEGATRON, POLICY, TINY_MODEL, VALUE
 from refit_transport.config.keys.run import CHECKPOINTING, CLUSTER, DATA, ENV, LOGGER
 
 SECTIONS: tuple[Section, ...] = (
     POLICY,
     TINY_MODEL,
     DTENSOR,
+    LORA,
     MEGATRON,
     GENERATION,
     VLLM,

@@ -82,7 +82,11 @@ def _dtensor(prefix: str) -> Section:
         Key("enabled", bool, True, "Use this trainer."),
         Key("tensor_parallel_size", int, 1, "Tensor-parallel ranks.", minimum=1),
         Key(
-            "expert_parallel_size", int, 1, "1, or the tensor-parallel size: experts spread over its ranks.", minimum=1
+            "expert_parallel_size",
+            int,
+            1,
+            "Ranks over which experts are spread: 1, or a multiple of the tensor-parallel size.",
+            minimum=1,
         ),
         Key("dp_replicate_size", int, 1, "Replicas of the sharded model (HSDP).", minimum=1),
         Key("activation_checkpointing", bool, False, "Recompute activations in the backward pass."),
@@ -125,6 +129,18 @@ def _megatron(prefix: str) -> Section:
 
 
 DTENSOR = _dtensor("policy")
+LORA = section(
+    "policy.dtensor_cfg.lora_cfg",
+    "LoRA",
+    "Low-rank adapters beside linear layers, and nothing else trained. A refit sends merged weights: sums in float32, "
+    "cast once.",
+    Key("enabled", bool, False, "Train adapters instead of the model."),
+    Key("dim", int, 8, "Rank of the adapters.", minimum=1),
+    Key("alpha", float, 32, "An adapter counts `alpha / dim`.", above=0),
+    Key("target_modules", list, [], "Patterns for a module's dotted name or its last part, such as `q_proj`."),
+    Key("match_all_linear", bool, True, "Without patterns: adapt every linear layer but the output head."),
+    Key("dropout", float, 0.0, "Dropout in front of the adapters.", choices=(0.0,)),
+)
 MEGATRON = _megatron("policy")
 
 _VALUE_DEFAULTS = {

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from refit_transport.rl.policy.parallel import ParallelSizes, shard_layers
+from refit_transport.rl.policy.parallel import ParallelSizes, fsdp_policies, shard_layers
+from refit_transport.rl.policy.tensor_parallel import Meshes, cut_tensors, shard_dispatched_experts
 from refit_transport.trainers.checkpoint_names import CheckpointTensor
 from refit_transport.trainers.dtensor_load import CheckpointFiles, allocate, load_shards, parameters_without_memory
 from refit_transport.trainers.tied_names import distinct_tensors
@@ -27,22 +26,17 @@ def load_sharded(
     """The causal language model of ``config["model_name"]`` (a local directory) with float32 parameters, sharded.
 
     ``wrap`` turns it into the module that is sharded (adapters, a value head); modules it adds have a method
-    ``reset_new_parameters``. FSDP2, or HSDP, cuts every layer; with tensor parallelism transformers does all of it.
+    ``reset_new_parameters``. Tensor and expert parallelism follow the model's own plans; FSDP2, or HSDP, cuts every
+    layer of what they leave.
     """
-    if sizes.tp > 1:
-        if wrap is not None:
-            key = "policy.dtensor_cfg.tensor_parallel_size"
-            raise ValueError(f"{key}: got {sizes.tp}, allowed 1 with LoRA or a value head")
-        model = _load_tensor_parallel(config, sizes)
-        _configure(model, config)
-        return model
     files = CheckpointFiles(config["model_name"])
     language_model, written = _build(config, files, device)
     _configure(language_model, config)
+    meshes = Meshes.of(sizes, device)
+    cut_tensors(language_model, sizes, meshes)
     model = wrap(language_model) if wrap else language_model
-    names = ("dp_replicate", "dp_shard")
-    mesh = init_device_mesh(device.type, (sizes.dp_replicate, sizes.dp_shard), mesh_dim_names=names)
-    shard_layers(model, mesh if sizes.dp_replicate > 1 else mesh["dp_shard"], config)
+    shard_dispatched_experts(model, sizes, meshes, fsdp_policies(config))
+    shard_layers(model, meshes.fsdp(), config)
     if written:
         offload = (config.get("dtensor_cfg") or {}).get("cpu_offload")
         allocate(model, torch.device("cpu") if offload else device)
@@ -92,29 +86,3 @@ def _configure(model: nn.Module, config: Mapping[str, Any]) -> None:
     model.config.use_cache = False
     if (config.get("dtensor_cfg") or {}).get("activation_checkpointing"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def _load_tensor_parallel(config: Mapping[str, Any], sizes: ParallelSizes) -> nn.Module:
-    from transformers.distributed import DistributedConfig
-
-    precision = config.get("precision") or "float32"
-    if precision == "float16":
-        raise ValueError(
-            f"policy.precision: got float16 with tensor_parallel_size {sizes.tp}, allowed float32, bfloat16"
-        )
-    os.environ.setdefault("LOCAL_RANK", "0")  # transformers reads it to pick a device
-    distributed = DistributedConfig(
-        tp_size=sizes.tp,
-        fsdp_size=sizes.dp_shard,
-        ep_size=sizes.ep,
-        fsdp_cpu_offload=bool((config.get("dtensor_cfg") or {}).get("cpu_offload")),
-        fsdp_mixed_precision=precision == "bfloat16",
-    )
-    settings = _model_settings(config)
-    return _auto_class(settings).from_pretrained(
-        config["model_name"],
-        config=settings,
-        distributed_config=distributed,
-        dtype=torch.float32,
-        local_files_only=True,
-    )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,15 +36,10 @@ class ParallelSizes:
                 f"policy.dtensor_cfg: tensor_parallel_size {tp} x dp_replicate_size {replicate} must divide the "
                 f"number of trainer ranks, got {world_size}"
             )
-        if ep not in (1, tp):
+        elif ep > 1 and (ep % tp or world_size // replicate % ep):
             found.append(
-                f"policy.dtensor_cfg.expert_parallel_size: got {ep}, allowed 1 or tensor_parallel_size ({tp}): the "
-                "ranks of an expert group see the same tokens"
-            )
-        if replicate > 1 and tp > 1:
-            found.append(
-                f"policy.dtensor_cfg.dp_replicate_size: got {replicate} with tensor_parallel_size {tp}, allowed 1; "
-                "set one of them to 1"
+                f"policy.dtensor_cfg.expert_parallel_size: got {ep}, allowed 1, or a multiple of tensor_parallel_size "
+                f"{tp} that divides the {world_size // replicate} ranks of a replica"
             )
         if found:
             raise ValueError("\n".join(found))
@@ -57,15 +51,27 @@ class ParallelSizes:
         return self.dp_replicate * self.dp_shard
 
 
-def shard_layers(model: torch.nn.Module, mesh: DeviceMesh, config: Mapping[str, Any]) -> None:
-    """FSDP2 on every decoder layer and on the rest of the model, over a mesh of one dimension, or two (HSDP)."""
+class FsdpPolicies(TypedDict):
+    """Keyword arguments of ``fully_shard``."""
+
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+
+
+def fsdp_policies(config: Mapping[str, Any]) -> FsdpPolicies:
+    """From ``precision`` and ``dtensor_cfg.cpu_offload`` of a ``policy.*`` sub-tree."""
     offload = CPUOffloadPolicy() if (config.get("dtensor_cfg") or {}).get("cpu_offload") else OffloadPolicy()
     dtype = DTYPES[config.get("precision") or "float32"]
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype != torch.float32 else None
-    policies = {"mesh": mesh, "mp_policy": mixed or MixedPrecisionPolicy(), "offload_policy": offload}
+    return {"mp_policy": mixed or MixedPrecisionPolicy(), "offload_policy": offload}
+
+
+def shard_layers(model: torch.nn.Module, mesh: DeviceMesh, config: Mapping[str, Any]) -> None:
+    """FSDP2 on every decoder layer and on the rest of the model, over a mesh of one dimension, or two (HSDP)."""
+    policies = fsdp_policies(config)
     for layer in decoder_layers(model):
-        fully_shard(layer, **policies)
-    fully_shard(model, **policies)
+        fully_shard(layer, mesh=mesh, **policies)
+    fully_shard(model, mesh=mesh, **policies)
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -83,18 +89,3 @@ def local_shards(model: torch.nn.Module) -> list[torch.Tensor]:
         model.reshard()  # a forward pass without backward leaves the root's parameters gathered
     trained = [p.detach() for p in model.parameters() if p.requires_grad]
     return [p.to_local() if isinstance(p, DTensor) else p for p in trained]
-
-
-@contextmanager
-def fresh_plain_gradients(model: torch.nn.Module) -> Iterator[None]:
-    """A backward pass inside starts without gradients on plain parameters, and earlier ones are added afterwards.
-
-    transformers sums the gradients of some replicated parameters over the tensor-parallel ranks after every backward
-    pass. What earlier micro-batches left there would be summed again each time.
-    """
-    earlier = [(p, p.grad) for p in model.parameters() if p.grad is not None and not isinstance(p, DTensor)]
-    for parameter, _ in earlier:
-        parameter.grad = None
-    yield
-    for parameter, gradient in earlier:
-        parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)

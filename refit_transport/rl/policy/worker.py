@@ -20,7 +20,7 @@ from refit_transport.rl.policy.logprobs import token_logprobs
 from refit_transport.rl.policy.lora import add_adapters
 from refit_transport.rl.policy.micro_batches import Loss, micro_batch_rows, rank_rows, step_rows, take_rows
 from refit_transport.rl.policy.optimizer import build_optimizer, build_scheduler, clip_gradients
-from refit_transport.rl.policy.parallel import ParallelSizes, fresh_plain_gradients, local_shards
+from refit_transport.rl.policy.parallel import ParallelSizes, local_shards
 from refit_transport.rl.policy.world import TrainerWorld
 from refit_transport.trainers.dtensor import DTensorSource
 
@@ -108,8 +108,7 @@ class ModelWorker:
         outputs = self._outputs(part)
         value, metrics = loss(outputs, part, sums) if rows else (outputs.sum() * 0.0, {})
         # FSDP averages gradients over the data-parallel ranks; the loss is a share of the global one, so it must add.
-        with fresh_plain_gradients(self.model):
-            (value * self.sizes.dp).backward()
+        (value * self.sizes.dp).backward()
         return {"loss": float(value.detach()), **{n: float(v) for n, v in metrics.items()}} if rows else {}
 
     def _over_ranks(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -139,6 +138,11 @@ class PolicyWorker(ModelWorker):
     def _load(self) -> torch.nn.Module:
         lora = (self.config.get("dtensor_cfg") or {}).get("lora_cfg") or {}
         wrap = partial(add_adapters, config=lora) if lora.get("enabled") else None
+        if wrap is not None and self.sizes.tp > 1:
+            raise ValueError(
+                f"policy.dtensor_cfg.lora_cfg.enabled: got true with tensor_parallel_size {self.sizes.tp}, allowed "
+                "false, or tensor_parallel_size: 1"
+            )
         return load_sharded(self.config, self.sizes, self.device, wrap)
 
     def _outputs(self, batch: Batch) -> torch.Tensor:

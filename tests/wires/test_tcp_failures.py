@@ -21,7 +21,15 @@ SHAPE = (1024, 4096)
 """Large enough that the kernel's buffers cannot take what a lost rank still should get."""
 E = [4, 5, 6, 7]
 SPLIT, ONE_HOST = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 1, 2, 3, 4, 5, 6, 7),)
-STALL_S = 1.0
+
+
+def slowness() -> float:
+    """1 on a machine that does little else. Where more processes wait for a core, a rank may be silent only because it
+    waits for its turn, and limits grow with the queue."""
+    with open("/proc/loadavg") as loadavg:
+        last_minute, _, _, running, _ = loadavg.read().split()
+    queue = max(float(last_minute), int(running.partition("/")[0])) / os.cpu_count()
+    return max(1.0, queue / 2)
 
 
 def case_in(domains: tuple[tuple[int, ...], ...]) -> Case:
@@ -43,14 +51,13 @@ def body_that_fails_once(case: Case, victim: int, sent: signal.Signals):
         wire.run(binding, 1, time.monotonic() + 20)
         rank.barrier()
         if rank.rank == victim:
-            strike_in_bucket(binding, 3, sent)
-        started = time.monotonic()
+            strike_in_bucket(rank, binding, 3, sent)
         error = None
         try:
             wire.run(binding, 2, time.monotonic() + 20)
         except WireError as raised:
             error = raised
-        rank.pipe.send(("error", (error and (str(error), error.peer, error.phase), time.monotonic() - started)))
+        rank.pipe.send(("error", (error and (str(error), error.peer, error.phase), time.monotonic())))
         wire.close()
         rank.pipe.recv()
         trained.fill(3)
@@ -61,12 +68,13 @@ def body_that_fails_once(case: Case, victim: int, sent: signal.Signals):
     return body
 
 
-def strike_in_bucket(binding, number: int, sent: signal.Signals) -> None:
-    """Make this process signal itself when it packs or stores a message of a bucket."""
+def strike_in_bucket(rank: Rank, binding, number: int, sent: signal.Signals) -> None:
+    """Make this process signal itself when it packs or stores a message of a bucket, and say when."""
     bucket = binding.buckets[number]
 
     class Strike:
         def run(self) -> None:
+            rank.pipe.send(("struck", time.monotonic()))
             os.kill(os.getpid(), sent)
 
     for message in bucket.sends:
@@ -77,20 +85,23 @@ def strike_in_bucket(binding, number: int, sent: signal.Signals) -> None:
 
 @pytest.mark.parametrize("domains", [SPLIT, ONE_HOST], ids=["two domains", "one host"])
 @pytest.mark.parametrize("victim", [1, 6], ids=["trainer", "engine"])
-@pytest.mark.parametrize("sent, limit", [(signal.SIGKILL, 2.0), (signal.SIGSTOP, STALL_S + 2.0)], ids=["kill", "stop"])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 def test_every_other_rank_names_the_lost_peer_in_time_and_the_next_refit_succeeds(
-    domains: tuple, victim: int, sent: signal.Signals, limit: float
+    domains: tuple, victim: int, sent: signal.Signals
 ) -> None:
+    slow = slowness()
+    stall_s, limit = (10.0, 2.0 * slow) if sent == signal.SIGKILL else (slow, 3.0 * slow)
     case = case_in(domains)
     for tensor in case.tensors:
         contents(case, tensor.name, 1), contents(case, tensor.name, 3)
-    options = {"stall_s": STALL_S, "bytes_per_s": 1e9, "direct_bytes": None}
+    options = {"stall_s": stall_s, "bytes_per_s": 1e9, "direct_bytes": None}
     body = body_that_fails_once(case, victim, sent)
     others = [rank for rank in case.ranks if rank != victim]
     with Ranks(body, domains, 4, options) as ranks:
         ranks.exchange_endpoints()
         ranks.barrier()
-        errors = {rank: ranks.expect(rank, "error", 20) for rank in others}
+        struck = ranks.expect(victim, "struck")
+        errors = {rank: ranks.expect(rank, "error") for rank in others}
         if sent == signal.SIGSTOP:
             os.kill(ranks.processes[victim].pid, signal.SIGKILL)
         ranks.replace(victim, _newcomer(case))
@@ -99,14 +110,14 @@ def test_every_other_rank_names_the_lost_peer_in_time_and_the_next_refit_succeed
         ranks.exchange_endpoints()
         assert {rank: wrong for rank, wrong in ranks.results().items() if wrong} == {}
     pid = ranks.first_pids[victim]
-    for rank, (error, seconds) in errors.items():
+    for rank, (error, ended) in errors.items():
         assert error is not None, f"rank {rank} finished although rank {victim} was lost"
         text, peer, phase = error
         assert peer == victim and f"rank {victim} (pid {pid} on" in text and phase in ("network", "domain"), (
             rank,
             error,
         )
-        assert seconds < limit, (rank, seconds, text)
+        assert ended - struck < limit, (rank, ended - struck, limit, text)
 
 
 @pytest.mark.netns
@@ -123,9 +134,8 @@ def test_a_rank_that_is_cut_off_is_named_by_the_others_by_the_stall_deadline() -
         binding.bind(wire._staging)
         if rank.rank == 2:
             binding.buckets[2].recvs[0].unpack = Tell(rank)
-        started = time.monotonic()
         text = outcome(lambda: wire.run(binding, 1, time.monotonic() + 20))
-        return text, time.monotonic() - started
+        return text, time.monotonic()
 
     class Tell:
         def __init__(self, rank: Rank) -> None:
@@ -134,18 +144,20 @@ def test_a_rank_that_is_cut_off_is_named_by_the_others_by_the_stall_deadline() -
         def run(self) -> None:
             self.rank.pipe.send(("under way", None))
 
-    options = {"network_interface": "eth0", "stall_s": STALL_S, "bytes_per_s": 1e9, "direct_bytes": None}
+    slow = slowness()
+    options = {"network_interface": "eth0", "stall_s": slow, "bytes_per_s": 1e9, "direct_bytes": None}
     with Lab(3, 1e8) as lab:
         enter = partial(_enter, [lab.namespace(rank) for rank in range(3)])
         with Ranks(body, case.domains, 2, options, enter) as ranks:
             ranks.exchange_endpoints()
             ranks.expect(2, "under way")
             lab.link(0, False)
+            cut_off = time.monotonic()
             results = ranks.results()
     for rank in (1, 2):
-        text, seconds = results[rank]
+        text, ended = results[rank]
         assert "trainer rank 0 (pid" in text and "did not answer" in text, results
-        assert seconds < STALL_S + 3
+        assert ended - cut_off < 4 * slow
     assert "did not answer" in results[0][0]
 
 

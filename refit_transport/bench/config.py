@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from .model import violations as model_violations
 from .netlab import parse_rate
 
 TRANSPORTS = (
@@ -79,7 +80,10 @@ class BenchConfig:
     cluster: Cluster
     trainers: Side
     engines: Side
-    tensors: tuple[Tensors, ...]
+    tensors: tuple[Tensors, ...] = ()
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """In the place of ``tensors``: ``preset``, and the keys of its configuration to change. Axes of a mesh place its
+    tensors by their names, see ``model.AXES``."""
     transports: tuple[str, ...] = ("nccl_reshard", "gather_broadcast")
     scope: str = "all"
     rounds: int = 5
@@ -143,6 +147,8 @@ def check(config: BenchConfig) -> list[str]:
     placed = sorted(rank for domain in config.cluster.domains for rank in domain)
     if placed != list(config.world):
         found.append(f"cluster.domains: got ranks {placed}, allowed: each of {list(config.world)} exactly once")
+    if config.model:
+        found += model_violations(config.model, {"trainers": config.trainers, "engines": config.engines})
     for tensors in config.tensors:
         found += _check_placements(tensors, "trainers", config.trainers) + _check_placements(
             tensors, "engines", config.engines
@@ -170,20 +176,23 @@ def _check_placements(tensors: Tensors, key: str, side: Side) -> list[str]:
 
 def _build(path: Path, raw: dict[str, Any], violations: list[str]) -> BenchConfig | None:
     _known(raw, BenchConfig, "", violations)
-    missing = [key for key in ("cluster", "trainers", "engines", "tensors") if not raw.get(key)]
+    missing = [key for key in ("cluster", "trainers", "engines") if not raw.get(key)]
     violations += [f"{key}: missing" for key in missing]
-    if missing or violations:
+    if bool(raw.get("tensors")) == bool(raw.get("model")):
+        violations.append("tensors, model: exactly one of the two says what is moved")
+    if violations:
         return None
     trainers = _side(raw["trainers"], 0, "trainers", violations)
     engines = _side(raw["engines"], len(trainers.ranks), "engines", violations)
     _known(raw["cluster"], Cluster, "cluster.", violations)
-    for number, entry in enumerate(raw["tensors"]):
+    entries = raw.get("tensors") or []
+    for number, entry in enumerate(entries):
         _known(entry, Tensors, f"tensors[{number}].", violations)
         violations += [f"tensors[{number}].{key}: missing" for key in ("name", "shape") if key not in entry]
     if violations:
         return None
     domains = raw["cluster"].get("domains") or [trainers.ranks, engines.ranks]
-    plain = ("scope", "rounds", "bucket_bytes", "relay", "wire", "deadline_seconds", "targets")
+    plain = ("model", "scope", "rounds", "bucket_bytes", "relay", "wire", "deadline_seconds", "targets")
     rest = {key: raw[key] for key in plain if key in raw}
     if "transports" in raw:
         rest["transports"] = tuple(raw["transports"])
@@ -197,7 +206,7 @@ def _build(path: Path, raw: dict[str, Any], violations: list[str]) -> BenchConfi
         ),
         trainers=trainers,
         engines=engines,
-        tensors=tuple(Tensors(**{**entry, "shape": tuple(entry["shape"])}) for entry in raw["tensors"]),
+        tensors=tuple(Tensors(**{**entry, "shape": tuple(entry["shape"])}) for entry in entries),
         **rest,
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,7 +66,11 @@ class MemorySpan:
 
 
 def private_memory() -> int:
-    """Bytes of anonymous memory that are resident."""
+    """Bytes of anonymous memory that are resident and in use. Pages that the C library's heap holds free are given back
+    first (glibc): temporary arrays leave up to some MB of them, more after one refit than after another."""
+    gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
     return _status("RssAnon")
 
 

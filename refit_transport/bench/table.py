@@ -71,7 +71,8 @@ def _targets(summary: dict[str, Any]) -> Table:
         table.add_column(column, justify="left" if column == "target" else "right")
     for key, target in summary["targets"].items():
         sign = ">=" if key.startswith("min_") else "<="
-        verdict = "[green]met[/green]" if target["met"] else "[red]missed[/red]"
+        missed = "[yellow]not run[/yellow]" if target["measured"] is None else "[red]missed[/red]"
+        verdict = "[green]met[/green]" if target["met"] else missed
         name = key.split("_", 1)[1]
         table.add_row(name, f"{sign} {target['required']:g}", _number(target["measured"], "{:.4g}"), verdict)
     return table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -17,6 +17,7 @@ from refit_transport.layout.region import Region
 from refit_transport.layout.sharding import region_layout, shard_regions
 
 from .config import BenchConfig, Side, Tensors
+from .model import placed, scaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,18 @@ class BenchTensor:
 
 
 def tensors_of(config: BenchConfig) -> tuple[BenchTensor, ...]:
-    """Every tensor, families expanded, in the order of the configuration with outer repeat indices slowest."""
+    """Every tensor: families expanded, in the order of the configuration with outer repeat indices slowest, or those of
+    the model in the order of its checkpoint."""
+    if config.model:
+        return tuple(_of_model(config))
     return tuple(tensor for family in config.tensors for tensor in _expand(family, config))
+
+
+def _of_model(config: BenchConfig) -> Iterator[BenchTensor]:
+    model = scaled(config.model)
+    for tensor in model.tensors:
+        trainers, engines = (_place(side, *placed(model, tensor, side)) for side in (config.trainers, config.engines))
+        yield BenchTensor(tensor.parameter, tensor.dtype, trainers, engines)
 
 
 def _expand(family: Tensors, config: BenchConfig) -> list[BenchTensor]:

@@ -26,6 +26,8 @@ class SinkDescription:
     """dtype in this rank's memory, for every name in ``direct`` or ``whole``."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Why a name is in ``whole`` although it was asked to go directly."""
+    left_out: frozenset[str] = frozenset()
+    """Tensors of the rank's draft model, as ``draft.<path>``, that no trainer tensor writes: they keep their values."""
 
 
 class WeightSink(Protocol):
@@ -38,7 +40,7 @@ class WeightSink(Protocol):
     def describe(self, parameters: Sequence[LogicalParameter], direct: frozenset[str]) -> SinkDescription:
         """Where each checkpoint tensor lands on this rank. ``direct`` names the tensors that should go shard to shard;
         any that cannot is returned in ``whole`` with its reason. Raises ValueError when a tensor of the engine would be
-        left unwritten, with the names."""
+        left unwritten, with the names; only a draft model may have such tensors."""
 
     def begin(self, version: int) -> bool:
         """Open a refit. Returns True when the views of the previous refit are no longer valid."""

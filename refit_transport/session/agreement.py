@@ -34,6 +34,8 @@ class Agreement:
     """Indices into ``plan.parameters`` of what takes the broadcast path on this rank."""
     reasons: dict[str, str]
     """Parameters that were to go shard to shard and take the loader's way on some inference rank, with the reason."""
+    left_out: tuple[str, ...] = ()
+    """As ``PlanSummary.left_out``."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class PlanSummary:
     kept_wide: dict[str, str] = field(default_factory=dict)
     """Tensors that both sides hold in a wider dtype than the option ``wire_dtype`` forces, and the dtype in which they
     travel instead."""
+    left_out: tuple[str, ...] = ()
+    """Tensors of the engines' draft models that no trainer sends."""
 
     def line(self) -> str:
         text = (
@@ -60,6 +64,8 @@ class PlanSummary:
         )
         if self.unused:
             text += f"; not needed by any engine: {_some(self.unused)}"
+        if self.left_out:
+            text += f"; draft model left out, since no trainer sends it: {_some(self.left_out)}"
         if self.kept_wide:
             text += f"; wider on both sides than wire_dtype: {_some([f'{n} ({d})' for n, d in self.kept_wide.items()])}"
         if self.reasons:
@@ -82,6 +88,7 @@ def summarise_plan(agreement: Agreement) -> PlanSummary:
         broadcast=len(members[Route.BROADCAST]),
         unused=tuple(plan.unused),
         reasons=agreement.reasons,
+        left_out=agreement.left_out,
         kept_wide={
             plan.parameters[member].name: group.wire_dtype
             for group in plan.groups
@@ -106,7 +113,8 @@ def agree_on_plan(member: RefitMember, hellos: Sequence[Hello], transport: Trans
     )
     _compare(member.exchange("plan digest", plan.digest, list[str], deadline), hellos)
     reasons = {name: why for report in needed for name, why in report.reasons.items()}
-    return Agreement(plan, tuple(parameters), tuple(hellos), _whole(needed[member.rank], plan), reasons)
+    left_out = tuple(sorted({name for report in needed for name in report.left_out}))
+    return Agreement(plan, tuple(parameters), tuple(hellos), _whole(needed[member.rank], plan), reasons, left_out)
 
 
 def _held(member: RefitMember) -> SideReport:

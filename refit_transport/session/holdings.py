@@ -39,6 +39,8 @@ class SideReport(msgspec.Struct, frozen=True):
     groups: list[HoldingGroup]
     reasons: dict[str, str] = {}
     """Inference side: names asked to go shard to shard that take the loader's way, and why."""
+    left_out: list[str] = []
+    """Inference side: tensors of the draft model that keep their values."""
 
 
 EMPTY = SideReport([], [])
@@ -60,10 +62,10 @@ def report_sink(description: SinkDescription, parameters: Sequence[LogicalParame
             if p.name in description.whole:
                 yield p, (Region.whole(p.shape),), description.dtypes.get(p.name, p.dtype), True
 
-    return _grouped(rows(), dict(description.reasons))
+    return _grouped(rows(), dict(description.reasons), sorted(description.left_out))
 
 
-def _grouped(rows: Iterable, reasons: dict[str, str] | None = None) -> SideReport:
+def _grouped(rows: Iterable, reasons: dict[str, str] | None = None, left_out: list[str] | None = None) -> SideReport:
     names: dict[str, int] = {}
     groups: dict[tuple, list[int]] = {}
     for parameter, regions, dtype, whole in rows:
@@ -71,7 +73,7 @@ def _grouped(rows: Iterable, reasons: dict[str, str] | None = None) -> SideRepor
         member = names.setdefault(parameter.name, len(names))
         groups.setdefault((parameter.shape, dtype, boxes, whole), []).append(member)
     listed = [HoldingGroup(shape, dtype, boxes, ids, whole) for (shape, dtype, boxes, whole), ids in groups.items()]
-    return SideReport(list(names), listed, reasons or {})
+    return SideReport(list(names), listed, reasons or {}, left_out or [])
 
 
 def merge_parameters(reports: Sequence[SideReport]) -> list[LogicalParameter]:

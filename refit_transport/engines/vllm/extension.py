@@ -25,5 +25,8 @@ class RefitExtension:
         return self.weight_transfer_engine.refit_status()
 
     def weight_fingerprint(self) -> dict[str, str]:
-        """See ``fingerprint``."""
-        return fingerprint(self.model_runner.get_model())
+        """See ``fingerprint``. Paths in a draft model begin with ``draft.``."""
+        found = fingerprint(self.model_runner.get_model())
+        if (draft := self.model_runner.get_draft_model()) is not None:
+            found.update((f"draft.{path}", digest) for path, digest in fingerprint(draft).items())
+        return found

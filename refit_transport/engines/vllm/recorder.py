@@ -7,7 +7,7 @@ copying is reported with the operation that hid it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,8 +166,13 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
 
 
 @torch.no_grad()
-def record(model: nn.Module, parameters: Sequence[LogicalParameter]) -> Recording:
-    """Run ``model.load_weights`` over data-less tensors named and shaped like ``parameters``.
+def record(
+    model: nn.Module,
+    parameters: Sequence[LogicalParameter],
+    load: Callable[[Iterable[tuple[str, torch.Tensor]]], object] | None = None,
+) -> Recording:
+    """Run ``load``, which is ``model.load_weights`` if not given, over data-less tensors named and shaped like
+    ``parameters``.
 
     The model is the same afterwards, object for object and bit for bit. Raises ValueError when the loader rejects a
     name, with that name.
@@ -184,7 +189,7 @@ def record(model: nn.Module, parameters: Sequence[LogicalParameter]) -> Recordin
     with in_model_format(model) as tensors, _Recorder(sources, tensors) as recorder:
         recorder.recording.formats = {path: (tuple(t.shape), t.dtype) for path, t in tensors.items()}
         try:
-            model.load_weights(stream())
+            (load or model.load_weights)(stream())
         except Exception as error:
             raise ValueError(
                 f"{type(model).__name__}.load_weights rejects the checkpoint names, at or near {last!r}: "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -20,11 +20,14 @@ from refit_transport.layout.region import Region
 from . import cpu_fixups
 from .destinations import NOT_WEIGHTS, Destinations, destinations
 from .model_format import StagedModule, tensors_of
-from .recorder import record
+from .recorder import Recording, record
 from .write_mode import WriteMode, write_mode
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+DRAFT = "draft."
+"""Before names of a draft model's own checkpoint, and before paths in a draft model."""
 
 
 class VllmSink:
@@ -34,8 +37,12 @@ class VllmSink:
     only the modules of a few layers are staged at any time.
     """
 
-    def __init__(self, model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, vllm_config: VllmConfig, device: torch.device, dtype: torch.dtype | None = None
+    ) -> None:
+        """``dtype`` is the model's, that of ``vllm_config`` if not given."""
         self._model, self._config, self._device = model, vllm_config, device
+        self._dtype = dtype or vllm_config.model_config.dtype
         self._modules = dict(model.named_modules())
         self._destinations = Destinations()
         self.transient: frozenset[str] = frozenset()
@@ -49,8 +56,8 @@ class VllmSink:
     def describe(self, parameters: Sequence[LogicalParameter], direct: frozenset[str]) -> SinkDescription:
         """See ``WeightSink``. Runs the model's loaders without data; the engine must not compute meanwhile."""
         with self._in_vllm():
-            recording = record(self._model, parameters)
-        found = destinations(recording, parameters, direct, self._required(recording.formats))
+            recording = self._record([p for p in parameters if self._reads(p.name)])
+        found = destinations(recording, parameters, direct, self._required(recording))
         names: dict[str, set[str]] = defaultdict(set)
         self._modules_of = {}
         for name in (*found.direct, *found.replays, *found.loads):
@@ -113,7 +120,7 @@ class VllmSink:
                 for name, _ in computed:
                     for path in self._destinations.loads[name]:
                         self._tensor(path)
-                self._model.load_weights(iter(computed))
+                self._load(computed)
             for name in (*direct, *(name for name, _ in whole)):
                 self._arrive(name)
 
@@ -129,7 +136,7 @@ class VllmSink:
                 cpu_fixups.refresh_conv_weights(self._model)
             for module in self._modules.values():
                 if is_deferred_attention_layer(module):
-                    module.process_weights_after_loading(self._config.model_config.dtype)
+                    module.process_weights_after_loading(self._dtype)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -140,16 +147,25 @@ class VllmSink:
         self._staged.clear()
         self._waiting.clear()
 
-    def _required(self, formats: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, int]:
+    def _reads(self, name: str) -> bool:
+        """Whether the checkpoint tensor ``name`` may be for this model."""
+        return not name.startswith(DRAFT)
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._model.load_weights(iter(weights))
+
+    def _record(self, parameters: Sequence[LogicalParameter]) -> Recording:
+        return record(self._model, parameters, self._load)
+
+    def _required(self, recording: Recording) -> dict[str, int]:
         """Elements that a refit must write, per tensor that the engine has."""
         required = {}
-        for path in formats:
+        for path, (size, _) in recording.formats.items():
             owner, _, name = path.rpartition(".")
             module = self._modules[owner]
             tensor = tensors_of(module).get(name)
             if tensor is not None and name not in module._non_persistent_buffers_set and not NOT_WEIGHTS.search(path):
-                shape = formats[path][0]
-                required[path] = getattr(tensor, "weight_loader_numel", torch.Size(shape).numel())
+                required[path] = getattr(tensor, "weight_loader_numel", torch.Size(size).numel())
         return required
 
     def _tensor(self, path: str) -> torch.Tensor:

@@ -86,6 +86,8 @@ class ReshardTrainerEngine(TrainerWeightTransferEngine[ReshardTrainerInitInfo]):
             self._member = RefitMember.join(
                 init_info.address, rank=init_info.rank, role="trainer", source=source, timeout=init_info.timeout
             )
+        if self.is_sender:
+            log.info(self._member.plan_summary().line())
         return self
 
     def send_weights(self) -> RefitReport:

@@ -44,12 +44,14 @@ RULES = """## Rules between keys
 `cluster.num_nodes` x `cluster.gpus_per_node` ranks are shared out: `policy.generation.colocated.resources` says how
 many generate, the others train. One node gives `gpus_per_node` of its own; several nodes give `num_nodes` whole nodes.
 
-- One engine spans tensor x pipeline parallel ranks; engines fill the ranks that generate.
+- One engine spans data x tensor x pipeline parallel ranks, where data = expert / tensor parallel size if experts are
+  spread. Engines fill the ranks that generate: equal ones, or those that `policy.generation.replicas` lists.
 - The trainer's tensor x pipeline (DTensor: tensor x replicas) and expert x expert-tensor x pipeline sizes divide the
   ranks that train.
 - Tensor parallelism divides attention heads and feed-forward columns on both sides. Key-value heads: the DTensor
   trainer divides them; vLLM and Megatron also replicate them when there are fewer heads than ranks.
-- Expert parallelism divides the number of experts in the trainer, and does not exceed it in the engine.
+- Expert parallelism divides the number of experts in the trainer. In the engine it does not exceed it, and is 1 or a
+  multiple of tensor parallelism.
 - Megatron's equal stages (or chunks) divide the layers that no other key assigns.
 
 Sizes are read from the model's `config.json`; they are not checked where that file is not on the machine.

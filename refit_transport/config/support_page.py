@@ -33,8 +33,9 @@ A cell says what happens to a recipe of that row, and links to the reason when i
 - **plan only**: `refit-transport plan` and `validate` accept it; starting it is refused.
 - **no**: refused before anything starts.
 
-The engine is vLLM in every row, with tensor, pipeline and expert parallelism, and any number of replicas. A trainer or
-an engine of one's own takes part through the protocols in [Own trainers and engines](adapters.md).
+The engine is vLLM in every row, with tensor, pipeline, expert and data parallelism, and any number of engines, also of
+different shapes at once. A trainer or an engine of one's own takes part through the protocols in
+[Own trainers and engines](adapters.md).
 """
 
 LAYOUTS = """## Layouts
@@ -48,7 +49,7 @@ Megatron-core models are in `tests/megatron`, real vLLM engines in `tests/engine
 |---|---|---|
 | DTensor trainer | FSDP2, HSDP, TP x FSDP2, EP x FSDP2; uneven and empty shards | live DTensors |
 | Megatron trainer | TP, PP, VPP, EP, ETP, DP | live parameters and process groups |
-| vLLM engine | TP, also with more ranks than key-value heads; PP; EP, also uneven; DP | the model's own loaders |
+| vLLM engine | TP, also with more ranks than key-value heads; PP; EP over TP or DP x TP, also uneven | vLLM's loaders |
 | several engines | of equal or different shapes, at once | |
 """
 

@@ -113,8 +113,9 @@ def bare_engine(**parallel: Any) -> Any:
     from refit_transport.engines.vllm.engine import ReshardEngine
 
     engine = object.__new__(ReshardEngine)
-    defaults = dict(data_parallel_index=0, world_size=2, rank=0, distributed_executor_backend="mp")
-    engine.parallel_config = SimpleNamespace(**{**defaults, **parallel})
+    sizes = dict(tensor_parallel_size=2, pipeline_parallel_size=1, data_parallel_size=1, data_parallel_index=0)
+    defaults = dict(world_size=2, rank=0, distributed_executor_backend="mp")
+    engine.parallel_config = SimpleNamespace(**{**sizes, **defaults, **parallel})
     engine._member, engine._sink, engine._refusal = Torn(), None, None
     engine._status = {"state": "fresh", "version": 3, "error": None, "report": None}
     engine._worker = SimpleNamespace(_weight_update_active=True)
@@ -141,13 +142,6 @@ def test_only_the_last_worker_raises_and_every_worker_is_stale(parallel, raises)
     status = engine.refit_status()
     assert (status["state"], status["version"]) == ("stale", 3)
     assert "from version 3 to version 4" in engine._refusal
-
-
-@pytest.mark.parametrize(
-    ("index", "world_size", "rank", "expected"), [(0, 2, 0, 0), (0, 4, 3, 3), (1, 2, 1, 3), (2, 4, 0, 8)]
-)
-def test_ranks_of_data_parallel_replicas_follow_each_other(index, world_size, rank, expected):
-    assert bare_engine(data_parallel_index=index, world_size=world_size, rank=rank)._rank_in_engine == expected
 
 
 def test_init_info_is_plain_data_and_unknown_keys_are_refused():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,17 @@ class LocalReplica:
 
 
 class ReplicaProcess:
-    """An engine in a process of its own, started with the options of ``start_engine``."""
+    """An engine, or a data-parallel core of one, in a process of its own, started with the options of
+    ``start_engine`` and ``env`` added to its environment."""
 
     workers = 1
 
-    def __init__(self, path: Path, **options: Any) -> None:
+    def __init__(self, path: Path, env: Mapping[str, str] | None = None, **options: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, there = context.Pipe()
-        self._process = context.Process(target=_serve_engine, args=(there, path, options), daemon=True)
+        args = (there, path, dict(env or {}), options)
+        # A daemon may have no processes of its own, which a core of several workers needs.
+        self._process = context.Process(target=_serve_engine, args=args, daemon=env is None)
         self._process.start()
         there.close()
 
@@ -58,8 +62,9 @@ class ReplicaProcess:
         self._process.join()
 
 
-def _serve_engine(pipe: Any, path: Path, options: dict[str, Any]) -> None:
+def _serve_engine(pipe: Any, path: Path, env: dict[str, str], options: dict[str, Any]) -> None:
     signal.alarm(LIFE_S)
+    os.environ.update(env)
     llm = start_engine(path, **options)
     while True:
         call, args = pipe.recv()

@@ -24,12 +24,14 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str, summary: str) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the summary, or every name."""
-    from refit_transport.planning.classify import classify
+    from refit_transport.planning.classify import PREDICTION, classify
 
     parameters, source = model_parameters(args.model)
     found = classify(parameters)
     print(f"{args.model}: {len(parameters)} tensors, from {source}")
     print(_names(parameters, found) if args.names else _table(parameters, found))
+    if drafts := [name for name, verdict in found.verdicts.items() if verdict.kind == PREDICTION]:
+        print(f"{len(drafts)} tensors of {PREDICTION} are sent to engines that draft with them, and left out elsewhere")
     return 0
 
 

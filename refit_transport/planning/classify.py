@@ -258,7 +258,10 @@ _FEED_FORWARD = {
         ("stacked experts", "projection of a complete set, all experts in one tensor"),
     )
 }
-_MTP = _broadcast("multi-token prediction", "in a prediction layer or module, which is not part of the decoder")
+PREDICTION = "multi-token prediction"
+"""The kind of what only a draft model needs."""
+
+_MTP = _broadcast(PREDICTION, "of a draft, not of the decoder; left out where no engine drafts with it")
 _VISION = _broadcast("vision tower", "not part of the decoder")
 _TOWER = _broadcast("other tower", "not part of the decoder")
 _FOREIGN_STACK = _broadcast("other stack", "its layers do not stand beside the token embedding")

@@ -106,12 +106,14 @@ def test_classify_reads_the_headers_of_a_checkpoint(tmp_path: Path, capsys: pyte
         "model.embed_tokens.weight": {"dtype": "BF16", "shape": [10, 4], "data_offsets": [0, 80]},
         "model.layers.0.mlp.up_proj.weight": {"dtype": "F8_E4M3", "shape": [8, 4], "data_offsets": [80, 112]},
         "model.layers.0.mlp.down_proj.weight": {"dtype": "F8_E4M3", "shape": [4, 8], "data_offsets": [112, 144]},
+        "mtp.fc.weight": {"dtype": "F8_E4M3", "shape": [4, 8], "data_offsets": [144, 176]},
     }
     encoded = json.dumps(header).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded)
     assert cli.main(["classify", str(tmp_path), "--names"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "reshard    model.layers.0.mlp.up_proj.weight  8x4 float8_e4m3fn  dense" in lines[2]
+    assert lines[-1].startswith("1 tensors of multi-token prediction are sent to engines that draft with")
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,6 +145,20 @@ FAMILIES = {
             *ENDS,
         ],
     ),
+    "idefics3": (
+        layer("model.text_model.layers.0", *MLP),
+        [
+            *layer("model.text_model.layers.0", *ATTENTION, *NORMS),
+            *layer("model.vision_model.encoder.layers.0", "mlp.fc1.weight", "mlp.fc2.weight", "mlp.fc1.bias"),
+            *layer("model.vision_model.encoder.layers.0", "self_attn.q_proj.weight", "layer_norm1.weight"),
+            "model.vision_model.embeddings.position_embedding.weight",
+            "model.vision_model.post_layernorm.bias",
+            "model.connector.modality_projection.proj.weight",
+            "model.text_model.embed_tokens.weight",
+            "model.text_model.norm.weight",
+            "lm_head.weight",
+        ],
+    ),
     "qwen3-vl-moe, as transformers 5 names it": (
         layer("model.language_model.layers.0", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
         [

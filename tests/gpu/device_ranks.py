@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from forked_wires import Rank
+from forked_wires import Rank, Ranks
+from lost_ranks import Kit
 from refit_cases import GUARD, Case, Shards, contents
-from small_cases import join
+from small_cases import T, join
 
 from refit_transport.engines.tensors import TensorSink
 from refit_transport.planning import Plan, compile_program
@@ -30,6 +31,8 @@ ENVIRONMENT = {
 
 SHARED_GPU_NCCL = (2, 30, 3)
 """The oldest NCCL that lets ranks share a GPU."""
+HOST_RMA_NCCL = (2, 30, 7)
+"""M2N moves bytes by copy engines from here on; older ones need a GPU-initiated network."""
 
 
 def device() -> torch.device:
@@ -73,12 +76,18 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-@dataclass
-class Held:
+class Held(NamedTuple):
+    """As ``refit_cases.bound_rank`` gives it."""
+
     trained: DeviceShards
     served: DeviceShards
     sink: TensorSink | None
     binding: Binding
+
+
+def kit(make: Callable[[], Wire]) -> Kit:
+    """The bodies of ``lost_ranks`` on GPUs."""
+    return Kit(make, hold, 120.0, enter)
 
 
 def hold(case: Case, plan: Plan, rank: int) -> Held:
@@ -113,3 +122,16 @@ def refits(case: Case, make: Callable[[], Wire], versions: int = 3) -> Callable[
         return found, seen
 
     return body
+
+
+def run_on_device(case: Case, body: Callable[[Rank], object], barriers: int) -> dict[int, object]:
+    """What ``body`` returned on each rank, once all came to ``barriers`` barriers. The first call of a library that was
+    never used takes long."""
+    with Ranks(body, case.domains, len(T), enter=enter) as ranks:
+        ranks.exchange_endpoints()
+        for _ in range(barriers):
+            for rank in ranks.pipes:
+                ranks.expect(rank, "here", 180)
+            for pipe in ranks.pipes.values():
+                pipe.send(None)
+        return ranks.results(seconds=120)

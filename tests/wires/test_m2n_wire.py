@@ -5,10 +5,8 @@ The same wire over the real library is in ``tests/gpu``."""
 from __future__ import annotations
 
 import logging
-import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +14,8 @@ from functools import partial
 import m2n_stand_in
 import pytest
 import torch
-from forked_wires import Rank, Ranks
+from forked_wires import Rank
+from lost_ranks import Kit, run_and_lose, strike
 from m2n_stand_in import RuleBroken
 from nccl_stand_in import Group, HostQueue, note_copies
 from refit_cases import Case, Tensor, bound_rank, columns, contents, everything, merged, rows
@@ -145,34 +144,21 @@ def test_the_choice_is_logged_once_as_one_line(caplog) -> None:
     assert "1 because dtype int16" in line and results[1] == results[2] == results[3] == []
 
 
+KIT = Kit(m2n_wire)
+
+
+def in_a_call(rank: Rank, wire: M2nWire, sent: int) -> None:
+    wire._library.reshard = lambda *_: strike(rank, sent)
+
+
+def after_the_calls(rank: Rank, wire: M2nWire, sent: int) -> None:
+    wire._p2p.exchange = lambda *_: strike(rank, sent)
+
+
 def test_a_rank_lost_in_a_call_ends_in_an_error_that_says_to_restart() -> None:
-    plan = MIXED.plan()
-
-    def body(rank: Rank) -> object:
-        *_, binding = bound_rank(MIXED, plan, rank.rank)
-        wire = join(rank, m2n_wire())
-        told = threading.Event()
-        threading.Thread(target=lambda: rank.pipe.poll(20) and told.set(), daemon=True).start()
-        binding.begin(1)
-        if rank.rank == 3:
-            wire._library.reshard = lambda *_: (
-                rank.pipe.send(("here", None)),
-                os.kill(os.getpid(), signal.SIGKILL),
-            )
-        started = time.monotonic()
-        try:
-            wire.run(binding, 1, started + 20, lambda: "engine rank 3 was lost" if told.is_set() else None)
-        except WireError as error:
-            return time.monotonic() - started, str(error)
-
-    with Ranks(body, MIXED.domains, 2) as ranks:
-        ranks.exchange_endpoints()
-        ranks.expect(3, "here")
-        for rank in (0, 1, 2):
-            ranks.pipes[rank].send("lost")
-        for took, text in ranks.results([0, 1, 2]).values():
-            assert took < 2.0
-            assert "engine rank 3 was lost" in text and "restart this process" in text
+    for ended in run_and_lose(KIT, MIXED, signal.SIGKILL, 20.0, in_a_call):
+        assert ended.seconds < 2.0 and ended.phase == "m2n"
+        assert "engine rank 3 was lost" in ended.text and "restart this process" in ended.text
 
 
 BIG, ODD = (256, 512), (255, 511)
@@ -262,63 +248,24 @@ class Never:
         return False
 
 
+def held_up_on_the_device(rank: Rank, wire: M2nWire, sink: object) -> None:
+    """Calls are queued, their ends never come, and an engine that loads fails the test."""
+    wire._library.reshard = lambda *_: None
+    wire._queue.mark = Never
+    if sink is not None:
+        sink.arrived = lambda direct, whole: pytest.fail(f"{direct} were loaded behind a call that waits")
+
+
 def test_a_stopped_peer_is_named_at_the_deadline_and_nothing_is_loaded_behind_its_call() -> None:
-    plan = MIXED.plan()
-
-    def body(rank: Rank) -> object:
-        *_, sink, binding = bound_rank(MIXED, plan, rank.rank)
-        wire = join(rank, m2n_wire())
-        loaded: list[str] = []
-        if sink is not None:
-            sink.arrived = lambda direct, whole: loaded.extend(direct)
-        if rank.rank == 3:
-            wire._library.reshard = lambda *_: (rank.pipe.send(("here", None)), os.kill(os.getpid(), signal.SIGSTOP))
-        else:
-            wire._library.reshard = lambda *_: None
-            wire._queue.mark = Never
-        binding.begin(1)
-        started = time.monotonic()
-        try:
-            wire.run(binding, 1, started + 2.0)
-        except WireError as error:
-            took = time.monotonic() - started
-            rank.barrier()  # rank 0 hosts the store in which the others look
-            return took, str(error), error.peer, error.phase, loaded
-
-    with Ranks(body, MIXED.domains, 2) as ranks:
-        ranks.exchange_endpoints()
-        ranks.expect(3, "here")
-        ranks.barrier([0, 1, 2])
-        for took, text, peer, phase, loaded in ranks.results([0, 1, 2]).values():
-            assert 2.0 <= took < 5.0 and (peer, phase) == (3, "m2n") and loaded == []
-            assert re.search(r"deadline passed in the call of \d+ parameters from .* waiting for engine rank 3", text)
-            assert "restart this process" in text
+    for ended in run_and_lose(KIT, MIXED, signal.SIGSTOP, 2.0, in_a_call, held_up_on_the_device):
+        assert 2.0 <= ended.seconds < 5.0 and (ended.peer, ended.phase) == (3, "m2n")
+        assert re.search(r"deadline passed in the call of \d+ parameters from .* waiting for engine rank 3", ended.text)
+        assert "restart this process" in ended.text
 
 
 def test_a_rank_lost_after_the_calls_needs_no_restart() -> None:
-    plan = MIXED.plan()
-
-    def body(rank: Rank) -> object:
-        *_, binding = bound_rank(MIXED, plan, rank.rank)
-        wire = join(rank, m2n_wire())
-        told = threading.Event()
-        threading.Thread(target=lambda: rank.pipe.poll(20) and told.set(), daemon=True).start()
-        if rank.rank == 3:
-            wire._p2p.exchange = lambda *_: (rank.pipe.send(("here", None)), os.kill(os.getpid(), signal.SIGKILL))
-        binding.begin(1)
-        started = time.monotonic()
-        try:
-            wire.run(binding, 1, started + 20, lambda: "engine rank 3 was lost" if told.is_set() else None)
-        except WireError as error:
-            return time.monotonic() - started, str(error)
-
-    with Ranks(body, MIXED.domains, 2) as ranks:
-        ranks.exchange_endpoints()
-        ranks.expect(3, "here")
-        for rank in (0, 1, 2):
-            ranks.pipes[rank].send("lost")
-        for took, text in ranks.results([0, 1, 2]).values():
-            assert took < 2.0 and text == "engine rank 3 was lost"
+    for ended in run_and_lose(KIT, MIXED, signal.SIGKILL, 20.0, after_the_calls):
+        assert ended.seconds < 2.0 and ended.text == "engine rank 3 was lost"
 
 
 @pytest.mark.parametrize(

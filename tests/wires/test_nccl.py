@@ -4,7 +4,6 @@ The same wire over real NCCL is in ``tests/gpu``."""
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -14,6 +13,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from forked_wires import Rank, Ranks
+from lost_ranks import Kit, refit_after_a_failure, run_and_lose, strike_at_call
 from nccl_stand_in import Group, HostQueue, RuleBroken, Work, nccl_wire, note_copies, wait_until
 from refit_cases import Case, Tensor, bound_rank, everything, rows
 from small_cases import CASES, TWO_DOMAINS, WIDE, E, T, join, run_refits
@@ -101,60 +101,31 @@ def test_a_missing_event_is_found(sabotage: Callable[[], None]) -> None:
     assert any("no event between" in text for text in found), found
 
 
-def losing(last: int, stop: int, seconds: float):
-    """A rank's body: rank ``last`` stops itself in front of its second group; the others report how they ended."""
-    plan = HOPS.plan()
+KIT = Kit(nccl_wire)
 
-    def body(rank: Rank) -> object:
-        *_, binding = bound_rank(HOPS, plan, rank.rank)
-        wire = join(rank, nccl_wire())
-        told = threading.Event()
-        threading.Thread(target=lambda: rank.pipe.poll(20) and told.set(), daemon=True).start()
-        binding.begin(1)
-        if rank.rank == last:
-            end, calls = wire._group._end_coalescing, []
 
-            def counted():
-                calls.append(1)
-                if len(calls) == 2:
-                    rank.pipe.send(("here", None))
-                    os.kill(os.getpid(), stop)
-                return end()
-
-            wire._group._end_coalescing = counted
-        group, started = wire._group, time.monotonic()
-        try:
-            wire.run(binding, 1, started + seconds, lambda: "engine rank 3 was lost" if told.is_set() else None)
-        except WireError as error:
-            took = time.monotonic() - started
-            alive = not wait_until(lambda: all(t.name != "refit-nccl" for t in threading.enumerate()), 5)
-            if stop == signal.SIGSTOP:
-                rank.barrier()  # rank 0 hosts the store in which the others look
-            return took, str(error), error.phase, group.aborted.is_set(), alive
-        return None
-
-    return body
+def no_thread_is_left() -> bool:
+    return wait_until(lambda: all(t.name != "refit-nccl" for t in threading.enumerate()), 5)
 
 
 def test_a_killed_peer_aborts_the_communicator_within_two_seconds() -> None:
-    with Ranks(losing(3, signal.SIGKILL, 20.0), HOPS.domains, 2) as ranks:
-        ranks.exchange_endpoints()
-        ranks.expect(3, "here")
-        for rank in (0, 1, 2):
-            ranks.pipes[rank].send("lost")
-        for took, text, phase, aborted, alive in ranks.results([0, 1, 2]).values():
-            assert took < 2.0
-            assert text == "engine rank 3 was lost" and phase == "exchange" and aborted and not alive
+    def prepare(rank: Rank, wire: NcclWire, sink: object) -> None:
+        group, close = wire._group, wire.close
+
+        def closed(**options: bool) -> None:
+            close(**options)
+            assert group.aborted.wait(1) and no_thread_is_left()
+
+        wire.close = closed
+
+    for ended in run_and_lose(KIT, HOPS, signal.SIGKILL, 20.0, strike_at_call(4), prepare):
+        assert ended.seconds < 2.0 and (ended.text, ended.phase) == ("engine rank 3 was lost", "exchange")
 
 
 def test_a_stopped_peer_ends_in_an_error_at_the_deadline_that_names_it() -> None:
-    with Ranks(losing(3, signal.SIGSTOP, 1.0), HOPS.domains, 2) as ranks:
-        ranks.exchange_endpoints()
-        ranks.expect(3, "here")
-        ranks.barrier([0, 1, 2])
-        for took, text, phase, aborted, alive in ranks.results([0, 1, 2]).values():
-            assert 1.0 <= took < 4.0
-            assert "engine rank 3" in text and phase == "exchange" and aborted and not alive
+    for ended in run_and_lose(KIT, HOPS, signal.SIGSTOP, 1.0, strike_at_call(4)):
+        assert 1.0 <= ended.seconds < 4.0
+        assert "engine rank 3" in ended.text and (ended.peer, ended.phase) == (3, "exchange")
 
 
 def test_an_engine_that_waits_for_bytes_that_never_come_is_freed_by_the_abort() -> None:
@@ -184,30 +155,7 @@ def test_an_engine_that_waits_for_bytes_that_never_come_is_freed_by_the_abort() 
 
 
 def test_after_a_failure_a_new_wire_refits_again() -> None:
-    plan = HOPS.plan()
-
-    def body(rank: Rank) -> list[str]:
-        trained, served, _, binding = bound_rank(HOPS, plan, rank.rank)
-        broken = join(rank, nccl_wire())
-        binding.begin(1)
-        if rank.rank != 3:
-            with pytest.raises(WireError, match="rank 3 was lost"):
-                broken.run(binding, 1, time.monotonic() + 20, lambda: "rank 3 was lost")
-        broken.close()
-        rank.barrier()
-        wire = join(rank, nccl_wire())
-        trained.fill(2)
-        binding.begin(2)
-        wire.run(binding, 2, time.monotonic() + 20)
-        rank.barrier()
-        return served.wrong(2)
-
-    with Ranks(body, HOPS.domains, 2) as ranks:
-        ranks.exchange_endpoints()
-        ranks.barrier()
-        ranks.exchange_endpoints()
-        ranks.barrier()
-        assert set(map(tuple, ranks.results().values())) == {()}
+    assert refit_after_a_failure(KIT, HOPS) == {()}
 
 
 def test_a_rank_that_never_comes_is_an_error_at_the_deadline() -> None:

@@ -39,7 +39,7 @@ class EngineShape:
 
     def __str__(self) -> str:
         sizes = {"TP": self.tensor, "PP": self.pipeline, "EP": self.expert, "DP": self.data}
-        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1 rank"
+        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "TP1"
 
 
 def engine_cfgs(generation: Mapping[str, Any], ranks: int) -> tuple[dict[str, Any], ...]:

@@ -21,6 +21,8 @@ class ModelFacts:
     """Width of dense feed-forward layers; zero in a model whose every layer has experts."""
     experts: int
     expert_intermediate: int
+    megatron_obstacle: str = ""
+    """What the Megatron trainer does not build of it, as ``megatron_obstacle`` says."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelFacts:
@@ -37,7 +39,34 @@ class ModelFacts:
             intermediate=dense if not experts or _has_dense_layers(decoder) else 0,
             experts=experts,
             expert_intermediate=(_first(decoder, "moe_intermediate_size") or dense) if experts else 0,
+            megatron_obstacle=megatron_obstacle(config),
         )
+
+
+def megatron_obstacle(config: Mapping[str, Any]) -> str:
+    """The entry of a ``config.json`` that keeps a model of a family that is built from being built by Megatron-core;
+    empty when there is none."""
+    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if config.get(key):
+            return f"{key}: true"
+    rope = rope_parameters(config)
+    kind = rope["rope_type"]
+    fits = {"default": True}
+    if config.get("model_type") == "deepseek_v3":
+        both = bool(rope.get("mscale")) == bool(rope.get("mscale_all_dim"))
+        fits["yarn"] = both and rope.get("attention_factor") is None and rope.get("truncate", True)
+    else:
+        fixed = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+        fits["llama3"] = all(rope.get(key) == value for key, value in fixed.items())
+    if kind not in fits:
+        return f"rope_type: {kind}"
+    return "" if fits[kind] else f"rope_type: {kind} with parameters of its own"
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of rotary embeddings, by today's names and with a ``rope_type``; older configurations have ``rope_scaling``."""
+    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    return {"rope_type": found.get("type") or "default", "rope_theta": config.get("rope_theta") or 10000.0} | found
 
 
 def read_model_config(model_name: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any] | None:

@@ -59,7 +59,7 @@ def _generation_leaves_trainers(setup: Setup) -> Found:
 
 def _engines_fill_their_ranks(setup: Setup) -> Found:
     given, engine = setup.generation_ranks, setup.engine_shape.ranks
-    if setup.colocated or not given:
+    if setup.colocated or not given or REPLICAS in setup.broken:
         return
     if setup.get(REPLICAS) is not None:
         taken = [shape.ranks for shape in setup.engines]
@@ -141,6 +141,8 @@ def _pipeline_divides(setup: Setup, layers: int) -> Found:
 
 def _engines_divide_the_model(setup: Setup) -> Found:
     replicas = setup.get(REPLICAS)
+    if REPLICAS in setup.broken:
+        return
     if replicas is None:
         yield from _engine_divides_the_model(setup, setup.engine_shape, lambda name: f"{VLLM}.{name}")
         return

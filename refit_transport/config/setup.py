@@ -27,6 +27,8 @@ class Setup:
 
     config: Mapping[str, Any]
     cluster: Cluster | None = None
+    broken: frozenset[str] = frozenset()
+    """Keys that are wrong by themselves; they stand at their defaults here."""
 
     def get(self, path: str) -> Any:
         return select(self.config, path)

@@ -118,6 +118,16 @@ UNSUPPORTED = (
         only_to_run=True,
     ),
     Unsupported(
+        "megatron-model-options",
+        "Megatron trainer for a model with `attention_bias`, `mlp_bias` or `use_sliding_window`, or whose rotary "
+        "embeddings are scaled otherwise than in Llama 3.1 or, for DeepSeek-V3, by YaRN",
+        "Megatron-core has no such layer, or none with the checkpoint's numbers",
+        "policy.megatron_cfg.enabled",
+        "false for this model",
+        lambda s: s.trainer == "megatron" and s.model is not None and s.model.megatron_obstacle != "",
+        only_to_run=True,
+    ),
+    Unsupported(
         "megatron-prediction-layers",
         "training prediction layers of a family whose checkpoints have none",
         "they would have no name in the checkpoint",

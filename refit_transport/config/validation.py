@@ -36,7 +36,7 @@ def validate(
     origins = origins or {}
     found = [*_algorithm(config), *check_keys(plain, origins)]
     reported = {violation.key for violation in found}
-    setup = Setup(_with_defaults_for(plain, reported), cluster)
+    setup = Setup(_with_defaults_for(plain, reported), cluster, frozenset(reported))
     for rules in RULES:
         found += [violation for violation in rules(setup) if violation.key not in reported]
     return [replace(v, where=v.where or origins.get(v.key.partition("[")[0], "")) for v in _one_per_key(found)]

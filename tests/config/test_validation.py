@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from refit_transport.config import Cluster, Violation, read_config, validate
+from refit_transport.config import Cluster, InvalidConfigError, Violation, load_valid, read_config, validate
+from refit_transport.config.model_facts import ModelFacts
 
 RECIPES = sorted(path.name for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 BASE = "recipes/grpo-reverse-digits-1n4r-fsdp2-tp2.yaml"
@@ -153,6 +154,44 @@ def test_a_mistake_is_named_with_what_is_allowed(overrides: list[str], key: str,
     assert found[key].anchor.startswith("docs/configuration.md#") or "no such key" in found[key].allowed
 
 
+LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "obstacle"),
+    [
+        ({"model_type": "llama"}, ""),
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": 32.0, **LLAMA_3}}, ""),
+        ({"model_type": "deepseek_v3", "rope_theta": 10000, "rope_scaling": YARN}, ""),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias: true"),
+        ({"model_type": "qwen3", "rope_scaling": YARN}, "rope_type: yarn"),
+        (
+            {"model_type": "llama", "rope_parameters": {"rope_type": "llama3", **LLAMA_3, "low_freq_factor": 2}},
+            "rope_type: llama3 with parameters of its own",
+        ),
+        (
+            {"model_type": "deepseek_v3", "rope_scaling": YARN | {"mscale": None}},
+            "rope_type: yarn with parameters of its own",
+        ),
+    ],
+)
+def test_what_megatron_does_not_build_is_known_from_the_configuration(config: dict[str, object], obstacle: str) -> None:
+    assert ModelFacts.from_config(config).megatron_obstacle == obstacle
+
+
+def test_a_model_that_megatron_does_not_build_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "mlp_bias": True}))
+    overrides = [
+        f"policy.model_name={tmp_path}",
+        "policy.dtensor_cfg.enabled=false",
+        "policy.megatron_cfg.enabled=true",
+    ]
+    assert violations(*overrides) == []
+    with pytest.raises(InvalidConfigError, match=r"policy\.megatron_cfg\.enabled: .*false for this model"):
+        load_valid(BASE, overrides, algorithm="grpo")
+
+
 def test_a_critic_is_cut_by_sizes_of_its_own() -> None:
     recipe = "recipes/ppo-reverse-digits-1n4r-fsdp2-tp2.yaml"
     megatron = ("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true")
@@ -164,6 +203,11 @@ def test_a_critic_is_cut_by_sizes_of_its_own() -> None:
     )
     (found,) = violations(*megatron, "value.dtensor_cfg.tensor_parallel_size=3", recipe=recipe)
     assert found.key == "value.dtensor_cfg.tensor_parallel_size" and "the 2 ranks that train" in found.allowed
+
+
+def test_a_list_of_engines_that_cannot_be_read_is_one_line() -> None:
+    found = violations(f"{GENERATION}.colocated.resources.gpus_per_node=3", f"{REPLICAS}=[{{tp: 2}}, {{}}]")
+    assert [violation.key for violation in found] == [REPLICAS]
 
 
 def test_five_mistakes_are_five_lines_with_where_they_were_made() -> None:

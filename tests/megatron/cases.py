@@ -57,6 +57,28 @@ ROTARY_KEY = (
     "Megatron's own layers, unlike those of TransformerEngine, lose a part of the gradient of the rotary key that all "
     "heads share"
 )
+LLAMA_3 = {
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+}
+YARN = SMALL_LATENT | {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    }
+}
 FOUR_LAYERS = {"num_hidden_layers": 4}
 
 CASES = {
@@ -65,6 +87,7 @@ CASES = {
     "dp2": Case("qwen3", 2, cut()),
     "tp2 tied": Case("qwen3_tied", 2, cut(tp=2)),
     "llama tp2": Case("llama", 2, cut(tp=2)),
+    "llama tp2 with scaled rotary embeddings": Case("llama", 2, cut(tp=2), LLAMA_3),
     "qwen2, biases, tp2": Case("qwen2", 2, cut(tp=2)),
     "tp4, two key-value heads": Case("qwen3", 4, cut(tp=4), ONE_LAYER),
     "tp2 with sequence parallelism": Case("qwen3", 2, cut(tp=2, sp=True)),
@@ -93,6 +116,7 @@ CASES = {
     "moe pp2 ep2": Case("qwen3_moe", 4, cut(pp=2, ep=2)),
     "shared experts, biases, tp2 ep2": Case("qwen2_moe", 2, cut(tp=2, ep=2, sp=True), ONE_LAYER),
     "mla, shared experts, router bias, ep2": Case("deepseek_v3", 2, cut(ep=2), SMALL_LATENT),
+    "mla with yarn, ep2": Case("deepseek_v3", 2, cut(ep=2), YARN),
     "mla tp2": Case("deepseek_v3", 2, cut(tp=2), ALL_DENSE, ROTARY_KEY),
     "mla tp2 with sequence parallelism": Case("deepseek_v3", 2, cut(tp=2, sp=True), SMALL_LATENT, ROTARY_KEY),
 }

@@ -35,7 +35,7 @@ def ranks(case, checkpoint):
 
 @pytest.fixture(scope="module")
 def expected(case, checkpoint):
-    key = (case.family, *case.model.items())
+    key = (case.family, str(case.model))
     if key not in _expected:
         _expected[key] = transformers_step(checkpoint)
     return _expected[key]

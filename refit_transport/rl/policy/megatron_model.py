@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from refit_transport.config.model_facts import megatron_obstacle, rope_parameters
 from refit_transport.config.support import MEGATRON_TYPES
 from refit_transport.rl.batch import round_up
 
@@ -64,7 +65,7 @@ def build_chunks(facts: Facts, settings: Mapping[str, Any], dtype: torch.dtype, 
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
                 share_embeddings_and_output_weights=bool(facts.get("tie_word_embeddings")),
                 position_embedding_type="rope",
-                rotary_base=_rotary_base(facts),
+                **_rotary_arguments(facts),
                 mtp_block_spec=prediction,
                 vp_stage=virtual,
             )
@@ -152,17 +153,15 @@ def _check_family(facts: Facts) -> None:
         raise ValueError(
             f"policy.model_name: model_type {kind} has no Megatron trainer, allowed: {', '.join(MEGATRON_TYPES)}"
         )
-    rope = (facts.get("rope_parameters") or {}).get("rope_type", "default")
-    if rope != "default":
-        raise ValueError(f"policy.model_name: rope_type {rope} has no Megatron trainer, allowed: default")
-    if facts.get("attention_bias") or facts.get("mlp_bias"):
-        raise ValueError("policy.model_name: attention_bias and mlp_bias have no Megatron trainer, allowed: false")
-    if facts.get("use_sliding_window"):
-        raise ValueError("policy.model_name: use_sliding_window has no Megatron trainer, allowed: false")
+    if obstacle := megatron_obstacle(facts):
+        raise ValueError(f"policy.model_name: a model with {obstacle} has no Megatron trainer")
 
 
-def _rotary_base(facts: Facts) -> float:
-    return (facts.get("rope_parameters") or {}).get("rope_theta") or facts.get("rope_theta") or 10000.0
+def _rotary_arguments(facts: Facts) -> dict[str, Any]:
+    """Of the model's rotary embedding, which latent attention does not use."""
+    rope = rope_parameters(facts)
+    scaled = rope["rope_type"] == "llama3"
+    return dict(rotary_base=rope["rope_theta"], rope_scaling=scaled, rope_scaling_factor=rope.get("factor") or 1.0)
 
 
 def _parallel_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,7 +228,8 @@ def _expert_layers(facts: Facts) -> list[int]:
 
 
 def _latent_fields(facts: Facts) -> dict[str, Any]:
-    return dict(
+    rope = rope_parameters(facts)
+    fields = dict(
         multi_latent_attention=True,
         q_lora_rank=facts["q_lora_rank"],
         kv_lora_rank=facts["kv_lora_rank"],
@@ -238,5 +238,16 @@ def _latent_fields(facts: Facts) -> dict[str, Any]:
         v_head_dim=facts["v_head_dim"],
         qk_layernorm=True,
         rope_type="rope",
-        rotary_base=_rotary_base(facts),
+        rotary_base=rope["rope_theta"],
     )
+    if rope["rope_type"] == "yarn":
+        fields |= dict(
+            rope_type="yarn",
+            rotary_scaling_factor=rope["factor"],
+            original_max_position_embeddings=rope["original_max_position_embeddings"],
+            beta_fast=rope.get("beta_fast") or 32,
+            beta_slow=rope.get("beta_slow") or 1,
+            mscale=rope.get("mscale") or 1.0,
+            mscale_all_dim=rope.get("mscale_all_dim") or 0.0,
+        )
+    return fields

@@ -13,6 +13,7 @@ import pytest
 from refit_transport import cli
 
 BASE = "recipes/grpo-reverse-digits-1n4r-fsdp2-tp2.yaml"
+SHAPES = "recipes/grpo-reverse-digits-1n5r-fsdp2-tp2-and-tp1.yaml"
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +82,13 @@ def test_an_error_that_does_not_explain_itself_keeps_its_traceback(monkeypatch: 
     monkeypatch.setattr(command, "run", lambda args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main(["transports"])
+
+
+def test_a_plan_of_different_engines_is_refused_with_their_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--config", SHAPES]) == cli.EXIT_USAGE
+    assert "policy.generation.replicas: found engines of TP2, TP1" in capsys.readouterr().err
+    assert cli.main(["validate", SHAPES]) == 0
+    assert "-> 1 engine(s) of 2 ranks (TP2) + 1 engine(s) of 1 ranks (TP1)" in capsys.readouterr().out
 
 
 def test_validate_says_what_would_start(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,10 @@ import time
 import pytest
 import torch
 from forked_wires import Rank, Ranks
-from refit_cases import Case, Tensor, bound_rank, columns, rows
+from refit_cases import Case, Tensor, bound_rank, columns, contents, everything, rows
 from small_cases import CASES, TWO_DOMAINS, WIDE, E, T, join, run_refits
 
+from refit_transport.bench.netlab import Lab, enter_namespace, supported
 from refit_transport.planning import compile_program
 from refit_transport.wires.base import WireError
 from refit_transport.wires.gloo import GlooWire
@@ -166,6 +167,125 @@ def test_a_stopped_peer_is_named_when_the_deadline_passes() -> None:
             assert 1.5 < took < 4.0
             assert "engine rank 3" in text and phase == "exchange"
             assert left == []
+
+
+FORWARDED = Case(
+    tuple(Tensor(f"w{i}", (1024, 1024), rows((1024, 1024), T), everything((1024, 1024), E)) for i in range(4)),
+    TWO_DOMAINS,
+    {"bucket_bytes": 1 << 20},
+)
+
+
+@pytest.mark.parametrize("victim", [1, 3], ids=["trainer", "engine that forwards"])
+def test_after_a_kill_a_new_process_takes_the_place_and_the_next_refit_succeeds(victim: int) -> None:
+    plan = FORWARDED.plan()
+    assert hops_of(plan) == 1
+    for tensor in FORWARDED.tensors:
+        contents(FORWARDED, tensor.name, 2)
+
+    def refit(rank: Rank) -> list[str]:
+        trained, served, _, binding = bound_rank(FORWARDED, plan, rank.rank)
+        trained.fill(2)
+        wire = join(rank, GlooWire())
+        binding.begin(2)
+        wire.run(binding, 2, time.monotonic() + 20)
+        rank.barrier()
+        return served.wrong(2)
+
+    def body(rank: Rank) -> object:
+        *_, binding = bound_rank(FORWARDED, plan, rank.rank)
+        wire = join(rank, GlooWire())
+        told = threading.Event()
+        threading.Thread(target=lambda: rank.pipe.poll(20) and told.set(), daemon=True).start()
+        if rank.rank == victim:
+            rank.pipe.send(("here", None))
+            wire._helper.call = interrupt_at_second_call(wire._helper.call, signal.SIGKILL)
+        binding.begin(1)
+        started, error = time.monotonic(), None
+        try:
+            wire.run(binding, 1, started + 20, lambda: f"rank {victim} was lost" if told.is_set() else None)
+        except WireError as raised:
+            error = raised
+        took = time.monotonic() - started
+        wire.close()
+        rank.pipe.recv()
+        return took, error and (str(error), error.phase), refit(rank)
+
+    others = [rank for rank in FORWARDED.ranks if rank != victim]
+    with Ranks(body, FORWARDED.domains, 2) as ranks:
+        ranks.exchange_endpoints()
+        ranks.expect(victim, "here")
+        ranks.processes[victim].join(10)
+        for rank in others:
+            ranks.pipes[rank].send("lost")
+        ranks.replace(victim, refit)
+        ranks.exchange_endpoints()
+        ranks.barrier()
+        results = ranks.results()
+    assert results.pop(victim) == []
+    for took, error, wrong in results.values():
+        assert took < 2.0 and error == (f"rank {victim} was lost", "exchange") and wrong == []
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize("cut", [0, 1], ids=["the host of the store", "another trainer"])
+def test_a_rank_that_is_cut_off_is_named_by_the_others_at_the_deadline(cut: int) -> None:
+    if reason := supported():
+        pytest.skip(reason)
+    shape = (2048, 1024)
+    case = Case(
+        (Tensor("w", shape, rows(shape, [0, 1]), rows(shape, [2])),), ((0,), (1,), (2,)), {"bucket_bytes": 1 << 20}
+    )
+    plan = case.plan()
+
+    def body(rank: Rank) -> object:
+        *_, binding = bound_rank(case, plan, rank.rank)
+        wire = join(rank, GlooWire("eth0"))
+        binding.bind(wire._staging)
+        if rank.rank == 2:
+            binding.buckets[2].recvs[0].unpack.then = lambda: rank.pipe.send(("under way", None))
+        started = time.monotonic()
+        with pytest.raises(WireError) as failure:
+            wire.run(binding, 1, started + 4.0)
+        took = time.monotonic() - started
+        rank.barrier()  # rank 0 hosts the store in which the others look
+        return took, failure.value.peer, str(failure.value), failure.value.phase
+
+    with Lab(3, 1e8) as lab:
+        namespaces = [lab.namespace(rank) for rank in range(3)]
+        with Ranks(body, case.domains, 2, enter=lambda rank: enter_namespace(namespaces[rank])) as ranks:
+            ranks.exchange_endpoints()
+            ranks.expect(2, "under way")
+            lab.link(cut, False)
+            ranks.barrier()
+            results = ranks.results()
+    for rank, (took, peer, text, phase) in results.items():
+        assert 4.0 <= took < 7.0 and phase == "exchange", results
+        assert rank == cut or (peer == cut and f"trainer rank {cut} (pid" in text), results
+
+
+def test_refits_leave_no_key_in_the_store() -> None:
+    case = CASES["one hop"]
+    plan = case.plan()
+
+    def body(rank: Rank) -> list[int]:
+        *_, binding = bound_rank(case, plan, rank.rank)
+        wire = join(rank, GlooWire())
+        seen = []
+        for version in range(1, 6):
+            binding.begin(version)
+            wire.run(binding, version, time.monotonic() + 20)
+            rank.barrier()
+            seen.append(wire._meeting._store.num_keys())
+            rank.barrier()
+        return seen
+
+    with Ranks(body, case.domains, 2) as ranks:
+        ranks.exchange_endpoints()
+        for _ in range(10):
+            ranks.barrier()
+        for seen in ranks.results().values():
+            assert len(set(seen)) == 1
 
 
 def test_fifty_rebuilds_leave_no_thread_and_no_descriptor() -> None:

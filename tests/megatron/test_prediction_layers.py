@@ -13,9 +13,12 @@ from torch import nn
 
 from refit_transport.rl.batch import batch_sums, loss_mask
 from refit_transport.rl.policy.logprobs import token_logprobs
+from refit_transport.rl.policy.megatron_cpu import on_cpu
+from refit_transport.rl.policy.megatron_logprobs import vocabulary_logprobs
+from refit_transport.rl.policy.megatron_model import initialize_groups
 from tests.megatron.cases import SMALL_LATENT, Case, cut
 from tests.megatron.steps import ADAM, LOSS, make_batch, make_worker, stored
-from tests.models import make_model, read_checkpoint
+from tests.models import VOCABULARY, make_model, read_checkpoint
 from tests.trainers.forked_ranks import run_ranks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install -e '.[megatron]'")
@@ -120,3 +123,18 @@ def test_a_step_of_prediction_layers_is_that_of_an_independent_implementation(tr
     predicted = {name for _, _, held in results for name, *_ in held if name.startswith(PREFIX)}
     assert predicted == {name for name in start if name.startswith(PREFIX)}
     assert all(not torch.equal(start[name], stepped[name]) for name in predicted if "norm" in name or "eh_proj" in name)
+
+
+def test_rows_too_short_to_predict_take_part_in_the_backward_pass():
+    def rank_body(rank):
+        with on_cpu():
+            initialize_groups(cut())
+            logits = torch.zeros(2, 1, VOCABULARY, requires_grad=True)
+            return [
+                vocabulary_logprobs(logits[:, :width], torch.zeros(2, width, dtype=torch.long), VOCABULARY, 1.0, None)
+                for width in (0, 1)
+            ]
+
+    ((nothing, one),) = run_ranks(1, lambda rank: [(r.requires_grad, r.detach()) for r in rank_body(rank)])
+    assert nothing[0] and one[0]
+    assert not nothing[1].any() and one[1].tolist() == [[0.0], [0.0]]

@@ -34,7 +34,8 @@ def vocabulary_logprobs(
     padding = column >= vocabulary
     targets = input_ids[:, 1:]
     step = chunk_size or max(1, targets.shape[1])
-    parts = [torch.zeros(len(input_ids), 1, device=logits.device)]
+    # Rows too short to predict anything take part in the backward pass all the same: other ranks' collectives need it.
+    parts = [logits[:, :1, :1].sum().float() * torch.zeros(len(input_ids), 1, device=logits.device)]
     for start in range(0, targets.shape[1], step):
         wanted = targets[:, start : start + step]
         # The cross entropy works in place, so that it needs a tensor of its own.

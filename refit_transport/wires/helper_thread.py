@@ -56,10 +56,10 @@ class HelperThread:
             return result
 
     def close(self) -> None:
-        """Let the thread end, after the call that it is in."""
+        """Let the thread end, after the call that it is in. A later call gets a thread and a queue of its own."""
         if self._thread is not None:
             self._calls.put(None)
-            self._thread = None
+            self._thread, self._calls = None, SimpleQueue()
 
 
 def heard(failed: Callable[[], str | None], seconds: float) -> str | None:

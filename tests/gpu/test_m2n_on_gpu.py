@@ -17,6 +17,7 @@ from refit_cases import Case, Tensor, columns, everything, merged, rows
 from small_cases import CASES, TWO_DOMAINS, WIDE, E, T, join
 
 from refit_transport.session.totals import expected_of
+from refit_transport.wires.base import WireError
 from refit_transport.wires.m2n import M2nWire
 
 pytestmark = pytest.mark.gpu
@@ -124,6 +125,26 @@ def test_every_byte_of_a_call_is_counted() -> None:
         return (stats.sent, stats.received) == (expected.sent, expected.received)
 
     assert all(result[0] for result in observed(MIXED, counted).values())
+
+
+def test_a_call_that_is_not_made_is_not_counted() -> None:
+    def without_the_last(wire: M2nWire, binding, stats) -> tuple[int, int]:
+        wire._stacks = wire._stacks[:-1]
+        binding.begin(3)
+        fewer = wire.run(binding, 3, time.monotonic() + 120)
+        return sum(stats.received.values()), sum(fewer.received.values())
+
+    results = observed(CASES["casts"], without_the_last)
+    assert all(results[rank][0][0] > results[rank][0][1] for rank in E)
+
+
+def test_a_plan_with_larger_calls_than_the_library_is_ready_for_is_refused() -> None:
+    def larger(wire: M2nWire, *_: object) -> str:
+        with pytest.raises(WireError) as failure:
+            wire._library.open(64 << 20)
+        return str(failure.value)
+
+    assert all("this plan has larger ones" in result[0] for result in observed(MIXED, larger).values())
 
 
 def test_calls_the_library_and_the_rest_stage_two_buckets_at_most() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from device_ranks import SHARED_GPU_NCCL, device, enter, hold, kit, needs, refits, run_on_device
 from forked_wires import Rank, Ranks
-from lost_ranks import refit_after_a_failure, run_and_lose, strike_at_call
+from lost_ranks import abandon_twice, refit_after_a_failure, run_and_lose, strike_at_call
 from refit_cases import Case, Tensor, columns, everything, rows
 from small_cases import CASES, TWO_DOMAINS, E, T, join
 
@@ -206,6 +206,11 @@ def test_a_rank_that_never_comes_is_an_error_at_the_deadline() -> None:
         ranks.exchange_endpoints()
         seconds, text = ranks.results([0], 60)[0]
     assert seconds < 8.0 and "could not form the communicator of 2 ranks: the deadline passed" in text
+
+
+def test_a_wire_that_is_connected_anew_can_be_aborted_again() -> None:
+    needs(SHARED_GPU_NCCL)
+    assert all(seconds < 4.0 for seconds in abandon_twice(kit(NcclWire), FORWARDED))
 
 
 def _pair(rank: Rank) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
@@ -40,15 +41,24 @@ def test_every_engine_holds_each_version_exactly(make: type, scope: str) -> None
     assert run_ranks(world, three_refits) == [([], make.name)] * 4
 
 
-def test_ranks_whose_nccl_differs_refuse_each_other(monkeypatch) -> None:
+def other_memory(monkeypatch) -> None:
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+
+
+def other_library(monkeypatch) -> None:
+    monkeypatch.setattr("refit_transport.wires.nccl_group.loaded_version", lambda: (2, 27, 3))
+
+
+@pytest.mark.parametrize("change, told", [(other_memory, "NCCL_CUMEM_ENABLE"), (other_library, "NCCL version differs")])
+def test_ranks_whose_nccl_differs_refuse_each_other(change: Callable, told: str, monkeypatch) -> None:
     needs(SHARED_GPU_NCCL)
 
     def body(world: DeviceWorld, rank: int, address: str) -> object:
         enter(rank)
         if rank == 1:
-            monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+            change(monkeypatch)
         make = TrainerRank if rank < world.trainers else DeviceEngineRank
         return make(world, rank, address, wire=NcclWire())
 
     results = run_ranks(DeviceWorld(1, 1), body)
-    assert all(isinstance(r, HandshakeError) and "NCCL_CUMEM_ENABLE" in str(r) for r in results)
+    assert all(isinstance(r, HandshakeError) and told in str(r) for r in results)

@@ -136,3 +136,33 @@ def refit_after_a_failure(kit: Kit, case: Case) -> set[tuple[str, ...]]:
         ranks.exchange_endpoints()
         ranks.barrier()
         return set(ranks.results(seconds=120).values())
+
+
+def abandon_twice(kit: Kit, case: Case) -> list[float]:
+    """All but the victim give up on a refit, connect the same wire anew, and give up again. Returns the seconds that
+    each took to do so."""
+    plan = case.plan()
+
+    def body(rank: Rank) -> list[float]:
+        *_, binding = kit.hold(case, plan, rank.rank)
+        wire, took = kit.make(), []
+        for version in (1, 2):
+            join(rank, wire, kit.join_seconds)
+            binding.begin(version)
+            started = time.monotonic()
+            if rank.rank != VICTIM:
+                try:
+                    wire.run(binding, version, started + 60, lambda: "rank 3 was lost")
+                except WireError as error:
+                    assert str(error) == "rank 3 was lost", error
+                    took.append(time.monotonic() - started)
+            rank.barrier()
+            wire.close()
+        assert rank.rank == VICTIM or len(took) == 2
+        return took
+
+    with Ranks(body, case.domains, 2, enter=kit.enter) as ranks:
+        for _ in range(2):
+            ranks.exchange_endpoints()
+            ranks.barrier()
+        return [seconds for took in ranks.results(seconds=120).values() for seconds in took]

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from forked_wires import Rank, Ranks
-from lost_ranks import Kit, refit_after_a_failure, run_and_lose, strike_at_call
+from lost_ranks import Kit, abandon_twice, refit_after_a_failure, run_and_lose, strike_at_call
 from nccl_stand_in import Group, HostQueue, RuleBroken, Work, nccl_wire, note_copies, wait_until
 from refit_cases import Case, Tensor, bound_rank, everything, rows
 from small_cases import CASES, TWO_DOMAINS, WIDE, E, T, join, run_refits
@@ -169,14 +169,7 @@ def test_a_rank_that_never_comes_is_an_error_at_the_deadline() -> None:
 
 
 def test_a_wire_that_is_connected_anew_can_be_aborted_again() -> None:
-    wire, aborted = nccl_wire(), []
-    for _ in range(2):
-        peer = Peer(0, "trainer", "h", 0, 1, "1", wire.listen(0))
-        wire.connect(0, [peer], time.monotonic() + 10)
-        aborted.append(wire._group.aborted)
-        wire.release()
-        wire.close()
-    assert all(event.is_set() for event in aborted) and len(set(map(id, aborted))) == 2
+    assert all(seconds < 2.0 for seconds in abandon_twice(KIT, HOPS))
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(4, 4, dtype=torch.uint8)[:, :2], torch.zeros(4), torch.zeros(0).byte()])

@@ -102,7 +102,7 @@ class DraftedSink:
     def describe(self, parameters: Sequence[LogicalParameter], direct: frozenset[str]) -> SinkDescription:
         """See ``WeightSink``. A name that both models need arrives whole, once."""
         found = [sink.describe(parameters, direct) for sink in self._sinks]
-        both = frozenset.intersection(*map(_needed, found))
+        both = _needed(found[0]) & _needed(found[1])
         if split := both & (found[0].direct.keys() | found[1].direct.keys()):
             found = [sink.describe(parameters, direct - both) for sink in self._sinks]
         self._needed = tuple(map(_needed, found))
@@ -157,7 +157,7 @@ class DraftedSink:
 
 
 def _needed(found: SinkDescription) -> frozenset[str]:
-    return found.whole | found.direct.keys()
+    return found.whole.union(found.direct)
 
 
 def _wider(one: str, other: str) -> str:

@@ -59,10 +59,7 @@ PPO = "recipes/ppo-reverse-digits-1n4r-fsdp2-tp2.yaml"
         (["validate", BASE, "grpo.seed"], "not of the form key=value"),
         (["grpo", "--config", "nosuch.yaml"], "no such configuration"),
         (["ppo", "--config", BASE], "a recipe of ppo"),
-        (
-            ["ppo", "--config", PPO, "policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false"],
-            "policy.megatron_cfg.enabled",
-        ),
+        (["ppo", "--config", PPO, "policy.generation.colocated.enabled=true"], "policy.generation.colocated.enabled"),
         (["grpo", "--config", BASE, "policy.model_name=/no/model"], "a checkpoint's directory, or one of tiny/qwen3"),
         (["classify", "nosuch"], "nosuch"),
     ],

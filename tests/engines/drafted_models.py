@@ -62,7 +62,7 @@ def _with_layers(path: Path, seed: int, prefix: str, norms: tuple[str, ...], joi
 
 
 def eagle_head(folder: Path, seed: int) -> Drafted:
-    """One decoder layer without its first norm, and the matrix before it. Embedding and output head are the target's."""
+    """One decoder layer without its first norm, and the matrix before it. Embedding and head are the target's."""
     path = make_model("llama", folder / "target", seed)
     draft = make_model("llama", folder / "draft", seed + 10, num_hidden_layers=1)
     layers = {n.removeprefix("model."): t for n, t in read_checkpoint(draft).items() if n.startswith("model.layers.")}

@@ -25,13 +25,18 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str, summary: str) 
     refit.add_argument("--rounds", type=int, help="timed refits per transport (default: the configuration's)")
     refit.add_argument("--json", type=Path, help="write all figures to this file")
     refit.add_argument("--plot", type=Path, help="draw them into this file (.png, .svg, .pdf)")
-    refit.add_argument("--check", action="store_true", help="exit with 1 unless every target of the configuration is met")
+    refit.add_argument(
+        "--check", action="store_true", help="exit with 1 unless every target of the configuration is met"
+    )
     refit.set_defaults(measure=_refit)
     engine = kinds.add_parser("engine", help="refits into a vLLM engine, phase by phase")
     engine.add_argument("--model", type=Path, required=True, help="checkpoint directory with safetensors")
     engine.add_argument("--transport", default="nccl_reshard", choices=("nccl_reshard", "gather_broadcast"))
     engine.add_argument("--scope", default="ffn", choices=("ffn", "all"))
+    engine.add_argument("--trainers", type=int, default=2, help="trainer ranks, which share the rows of every tensor")
     engine.add_argument("--tensor-parallel", type=int, default=1)
+    engine.add_argument("--requests", type=int, default=4, help="requests in flight, all the time")
+    engine.add_argument("--pause", default="keep", choices=("keep", "wait", "abort"), help="what becomes of them")
     engine.add_argument("--rounds", type=int, default=5)
     engine.add_argument("--max-model-len", type=int, default=256)
     engine.add_argument("--json", type=Path)
@@ -71,10 +76,15 @@ def _engine(args: argparse.Namespace) -> int:
     from refit_transport.bench.engine import EngineCase, measure_engine
 
     options = {"max_model_len": args.max_model_len, "enforce_eager": True}
-    case = EngineCase(args.model, args.transport, args.scope, args.tensor_parallel, args.rounds, engine_options=options)
+    case = EngineCase(
+        **{key: getattr(args, key) for key in ("model", "transport", "scope", "trainers", "tensor_parallel")},
+        **{key: getattr(args, key) for key in ("requests", "pause", "rounds")},
+        engine_options=options,
+    )
     figures = measure_engine(case)
+    print(f"{case.rounds} refits of {figures['bytes'] / 1e6:,.2f} MB, {case.requests} requests in flight; medians")
     for phase, seconds in figures["seconds_median"].items():
-        print(f"{phase:10s} {seconds:,.0f}" if phase == "bytes" else f"{phase:10s} {seconds:.4f} s")
+        print(f"{phase:10s} {seconds * 1e3:10.2f} ms")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(figures, indent=1) + "\n")

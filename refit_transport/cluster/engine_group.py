@@ -93,7 +93,9 @@ class EngineGroup:
     def worker_pids(self, replica: int) -> list[int]:
         """Process ids of an engine's workers, by rank."""
         calls = [
-            call for core, call in zip(self.layout.cores, self.calls("pids"), strict=True) if core.replica == replica
+            (name, actor.pids.remote())
+            for core, name, actor in zip(self.layout.cores, self.names, self.actors, strict=True)
+            if core.replica == replica
         ]
         return [pid for pids in await_all(calls, "asking for worker processes", self._timeout) for pid in pids]
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 VOCABULARY = 290
 """Rows of the embedding: 256 bytes, ``<pad>``, ``<eos>`` and unused rows. No multiple of 64, so engines pad it."""
+
+IMAGE_TOKENS = {"<image>": 258, "<fake_token_around_image>": 259, "<global-img>": 260, "<end_of_utterance>": 261}
+"""Follow the bytes in the vocabulary of models that see."""
 
 _DENSE = dict(
     vocab_size=VOCABULARY,
@@ -77,6 +82,14 @@ _VISION = dict(
     fullatt_block_indexes=[1],
     patch_size=14,
 )
+_SIGLIP = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    image_size=28,
+    patch_size=14,
+)
 _QWEN_VL_TEXT = dict(
     {key: value for key, value in _DENSE.items() if key != "head_dim"},
     rope_parameters={"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
@@ -114,6 +127,18 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen2_5_VLForConditionalGeneration",
         dict(text_config=_QWEN_VL_TEXT, vision_config=_VISION, tie_word_embeddings=False),
     ),
+    "idefics3": (
+        "Idefics3Config",
+        "Idefics3ForConditionalGeneration",
+        dict(
+            text_config=dict(_DENSE, model_type="llama"),
+            vision_config=_SIGLIP,
+            image_token_id=IMAGE_TOKENS["<image>"],
+            scale_factor=2,
+            tie_word_embeddings=False,
+            pad_token_id=0,
+        ),
+    ),
 }
 """Family to transformers' configuration class, model class, and configuration."""
 
@@ -134,8 +159,20 @@ def make_model(family: str, path: str | Path, seed: int, dtype: str = "bfloat16"
     _make_every_tensor_random(model)
     path = Path(path)
     model.to(getattr(torch, dtype)).save_pretrained(path)
-    write_tokenizer(path)
+    write_tokenizer(path, IMAGE_TOKENS if family == "idefics3" else {})
+    if family == "idefics3":
+        _write_image_processor(path)
     return path
+
+
+def _write_image_processor(path: Path) -> None:
+    """One image is one token: four patches of 14 x 14 pixels. The image processor that needs no torchvision."""
+    from transformers import AutoTokenizer, Idefics3Processor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    size = {"longest_edge": _SIGLIP["image_size"]}
+    images = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
+    Idefics3Processor(images, AutoTokenizer.from_pretrained(path), image_seq_len=1).save_pretrained(path)
 
 
 def _make_every_tensor_random(model: Any) -> None:
@@ -152,18 +189,21 @@ def _make_every_tensor_random(model: Any) -> None:
                 buffer.normal_(0, 0.1)
 
 
-def write_tokenizer(path: str | Path) -> None:
-    """A byte-level tokenizer without merges: one token per byte, ``<pad>`` = 0, ``<eos>`` = 1."""
+def write_tokenizer(path: str | Path, special: Mapping[str, int] = MappingProxyType({})) -> None:
+    """A byte-level tokenizer without merges: one token per byte, ``<pad>`` = 0, ``<eos>`` = 1, then ``special``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {"<pad>": 0, "<eos>": 1}
     for symbol in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocabulary[symbol] = len(vocabulary)
+    vocabulary.update(special)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(path)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", additional_special_tokens=list(special)
+    ).save_pretrained(path)
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from vllm_engines import LocalRefit, bind_alone, fingerprint_of, outputs_of
+from vllm_engines import LocalRefit, bind_alone, fingerprint_of
 
 pytestmark = pytest.mark.engine
 
@@ -19,6 +19,7 @@ FAMILIES = (
     "qwen3_tied",
     "llama",
     "nemotron_h",
+    "idefics3",
 )
 """Those with experts first: vLLM makes its expert-parallel group only when the first engine of the process has some."""
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj", ".w1.", ".w2.", ".w3.", "gate_up_proj")
@@ -51,7 +52,7 @@ def test_refit_equals_a_fresh_engine_of_the_same_weights(family, direct):
     refit = LocalRefit(family.sink(), family.checkpoints["a"], scope(family.checkpoints["a"], direct))
     for which in "ba":
         refit.bring(family.checkpoints[which])
-        assert outputs_of(family.llm) == family.fresh[which]
+        assert family.outputs() == family.fresh[which]
         assert fingerprint_of(family.llm) == family.fingerprints[which]
 
 
@@ -78,7 +79,7 @@ def test_tenth_refit_equals_the_first(family):
     for which in "ba" * 5:
         refit.bring(family.checkpoints[which])
         assert fingerprint_of(family.llm) == family.fingerprints[which], refit.version
-    assert outputs_of(family.llm) == family.fresh["a"]
+    assert family.outputs() == family.fresh["a"]
 
 
 def test_staging_memory_is_that_of_the_modules_in_flight(family):
@@ -117,6 +118,6 @@ def test_aborted_refit_leaves_an_engine_that_computes_and_that_the_next_refit_he
     refit.sink.abort()
     assert not any(t.is_meta for t in family.model.state_dict().values())
     assert refit.sink.staged_bytes == 0
-    outputs_of(family.llm, tokens=2)
+    family.outputs(tokens=2)
     refit.bring(family.checkpoints["a"])
     assert fingerprint_of(family.llm) == family.fingerprints["a"]

@@ -70,6 +70,16 @@ def worker_of(llm: Any) -> Any:
     return llm.llm_engine.model_executor.driver_worker.worker
 
 
+def prompts_of(llm: Any) -> list[Any]:
+    """Texts, and for a model that sees, one of them after an image."""
+    if not llm.model_config.is_multimodal_model:
+        return PROMPTS
+    from PIL import Image
+
+    image = Image.linear_gradient("L").rotate(30).convert("RGB")
+    return [*PROMPTS, {"prompt": f"<image>{PROMPTS[0]}", "multi_modal_data": {"image": image}}]
+
+
 def outputs_of(llm: Any, tokens: int = 12) -> list[tuple[list[int], list[float], list[float]]]:
     """Per prompt: greedy tokens, their log-probabilities, those of the prompt."""
     from vllm import SamplingParams
@@ -84,7 +94,7 @@ def outputs_of(llm: Any, tokens: int = 12) -> list[tuple[list[int], list[float],
             ],
             [next(iter(step.values())).logprob for step in output.prompt_logprobs if step],
         )
-        for output in llm.generate(PROMPTS, sampling, use_tqdm=False)
+        for output in llm.generate(prompts_of(llm), sampling, use_tqdm=False)
     ]
 
 
@@ -177,6 +187,11 @@ class Family:
     @property
     def model(self) -> torch.nn.Module:
         return worker_of(self.llm).get_model()
+
+    def outputs(self, tokens: int = 12) -> list[Any]:
+        """Of the engine after a refit. Who refits resets what the vision tower made of images before."""
+        self.llm.llm_engine.reset_encoder_cache()
+        return outputs_of(self.llm, tokens)
 
     def sink(self) -> Any:
         from refit_transport.engines.vllm.sink import VllmSink

@@ -19,6 +19,7 @@ class Client:
 
     llm: Any
     resets: int = 0
+    encoder_resets: int = 0
 
     def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
         self.llm.init_weight_transfer_engine({"init_info": info})
@@ -35,6 +36,10 @@ class Client:
     def reset_prefix_cache(self) -> None:
         self.resets += 1
         self.llm.reset_prefix_cache()
+
+    def reset_encoder_cache(self) -> None:
+        self.encoder_resets += 1
+        self.llm.llm_engine.reset_encoder_cache()
 
 
 def status_of(llm: Any) -> list[dict[str, Any]]:

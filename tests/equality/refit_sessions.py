@@ -50,8 +50,8 @@ class ReplicaProcess:
     def begin(self, call: Call, *args: Any) -> None:
         self._pipe.send((call, args))
 
-    def end(self) -> Any:
-        if not self._pipe.poll(DEADLINE_S):
+    def end(self, deadline: float = DEADLINE_S) -> Any:
+        if not self._pipe.poll(deadline):
             raise AssertionError("the engine's process does not answer")
         ok, value = self._pipe.recv()
         assert ok, value
@@ -89,6 +89,7 @@ def refit(llm: Any, version: int) -> tuple[list[dict[str, Any]], str]:
     llm.update_weights({"update_info": {"version": version, "timeout": 60.0}})
     llm.finish_weight_update(str(version))
     llm.reset_prefix_cache()
+    llm.llm_engine.reset_encoder_cache()
     return llm.collective_rpc("refit_status"), llm.get_weight_version()
 
 

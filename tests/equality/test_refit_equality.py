@@ -35,7 +35,7 @@ FAMILIES = {
     "qwen3_tied": ("float32", "float32"),
 }
 """Family to the dtype of its checkpoint, which is the trainers', and the engine's."""
-OTHERS = ("mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "nemotron_h", "llama", "qwen2")
+OTHERS = ("mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "nemotron_h", "llama", "qwen2", "idefics3")
 UNSTABLE = frozenset({"deepseek_v3"})
 """MLA on CPU gives other numbers for the same request twice: only the weights are compared."""
 

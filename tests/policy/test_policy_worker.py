@@ -367,7 +367,7 @@ def test_lora_policy_trains_adapters_only_and_resumes(checkpoint, tmp_path):
     assert names == sorted(transformers.AutoModelForCausalLM.from_pretrained(checkpoint).state_dict())
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "nemotron_h", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3", "nemotron_h", "qwen3_next", "deepseek_v3"])
 def test_other_families_train_alike_on_one_and_two_ranks(family, tmp_path):
     path = make_model(family, tmp_path, seed=1, dtype="float32")
     ((_, expected, _),) = run_ranks(1, one_step, 1, make_config(path))

@@ -74,7 +74,8 @@ def test_every_family_under_fsdp_reassembles_to_its_checkpoint(family, tmp_path)
 
     def rank_body(rank):
         model = model_class(family).from_pretrained(path, dtype=torch.float32)
-        backbone = getattr(model.model, "language_model", model.model)
+        decoders = (getattr(model.model, name, None) for name in ("language_model", "text_model"))
+        backbone = next(filter(None, decoders), model.model)
         mesh = init_device_mesh("cpu", (3,))
         for layer in backbone.layers:
             fully_shard(layer, mesh=mesh)

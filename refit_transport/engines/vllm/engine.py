@@ -5,7 +5,8 @@ Two rules of vLLM shape it. Between its calls an engine may compute, so the whol
 stops at the first error, leaving later replies in the queues; so of the workers of one engine only the last raises.
 
 The prefix cache lies in vLLM's engine core, out of a worker's reach: whoever drives the engine calls
-``reset_prefix_cache`` after each refit, as ``ReshardTrainerEngine`` and the engine actor do.
+``reset_prefix_cache`` after each refit, as ``ReshardTrainerEngine`` and the engine actor do. What an encoder made of
+images is cached likewise: where prompts have images, ``reset_encoder_cache`` follows.
 """
 
 from __future__ import annotations

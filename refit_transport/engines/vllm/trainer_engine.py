@@ -56,7 +56,7 @@ class ReshardTrainerEngine(TrainerWeightTransferEngine[ReshardTrainerInitInfo]):
             log.warning(
                 "%s has no method reset_prefix_cache: after each refit the caller must reset the engine's prefix cache "
                 "(POST /reset_prefix_cache), or start it with --no-enable-prefix-caching. Cached blocks of the old "
-                "weights would answer prompts.",
+                "weights would answer prompts. The same holds for images and reset_encoder_cache.",
                 kind,
             )
         self._pool = ThreadPoolExecutor(max(1, len(self._clients)), thread_name_prefix="refit-client")
@@ -91,8 +91,8 @@ class ReshardTrainerEngine(TrainerWeightTransferEngine[ReshardTrainerInitInfo]):
         return self
 
     def send_weights(self) -> RefitReport:
-        """Bring every engine to the next version, reset its prefix cache where the client can, and label the weights
-        with the version. Raises RefitError on every rank when a rank failed."""
+        """Bring every engine to the next version, reset its caches of prefixes and of encoded images where the client
+        can, and label the weights with the version. Raises RefitError on every rank when a rank failed."""
         with self._lock:
             version = self._member.version + 1
             updates = [self._pool.submit(self._update, each, version) for each in self._clients]
@@ -112,6 +112,8 @@ class ReshardTrainerEngine(TrainerWeightTransferEngine[ReshardTrainerInitInfo]):
         client.finish_weight_update(str(version))
         if _resets_prefix_cache(client):
             client.reset_prefix_cache()
+        if callable(reset := getattr(client, "reset_encoder_cache", None)):
+            reset()
 
 
 def _resets_prefix_cache(client: Any) -> bool:

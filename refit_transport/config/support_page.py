@@ -51,6 +51,7 @@ Megatron-core models are in `tests/megatron`, real vLLM engines in `tests/engine
 | Megatron trainer | TP, PP, VPP, EP, ETP, DP | live parameters and process groups |
 | vLLM engine | TP, also with more ranks than key-value heads; PP; EP over TP or DP x TP, also uneven | vLLM's loaders |
 | several engines | of equal or different shapes, at once | |
+| vLLM's draft model | multi-token prediction, EAGLE, a model of its own; what nobody sends is named | its loaders |
 """
 
 
@@ -94,6 +95,14 @@ def _families() -> Iterator[str]:
                 for trainer in TRAINERS:
                     cells = " | ".join(_cells(trainer, "GRPO", facts))
                     yield f"| {family.name}{label} | `{kind}` | {trainer} | {cells} | {family.feed_forward} |"
+    yield ""
+    yield "The tests refit a running engine of each family on CPU and compare it with a fresh one, except these:"
+    yield ""
+    for family in FAMILIES:
+        if family.no_engine:
+            yield f"- {family.name}: {family.no_engine}."
+        if not family.expert_model_on_cpu:
+            yield f"- {family.name} with experts: [no kernel on CPU](#experts-without-cpu-kernel)."
     yield ""
 
 

@@ -16,6 +16,15 @@ from refit_transport.wires.tcp import TcpWire
 FORK = multiprocessing.get_context("fork")
 
 
+def slowness() -> float:
+    """1 on a machine that does little else. Where more processes wait for a core, a rank may be silent only because it
+    waits for its turn, and limits grow with the queue."""
+    with open("/proc/loadavg") as loadavg:
+        last_minute, _, _, running, _ = loadavg.read().split()
+    queue = max(float(last_minute), int(running.partition("/")[0])) / os.cpu_count()
+    return max(1.0, queue / 2)
+
+
 @dataclass
 class Rank:
     """What a rank's body gets."""

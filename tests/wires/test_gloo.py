@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from forked_wires import Rank, Ranks
+from forked_wires import Rank, Ranks, slowness
 from refit_cases import Case, Tensor, bound_rank, columns, contents, everything, rows
 from small_cases import CASES, TWO_DOMAINS, WIDE, E, T, join, run_refits
 
@@ -153,7 +153,7 @@ def test_a_killed_peer_is_one_error_within_two_seconds_and_no_thread_stays() -> 
         for rank in (0, 1, 2):
             ranks.pipes[rank].send("lost")  # what the control connection tells within milliseconds
         for took, text, phase, left in ranks.results([0, 1, 2]).values():
-            assert took < 2.0
+            assert took < 2.0 * slowness()
             assert "engine rank 3" in text and phase == "exchange"
             assert left == []
 
@@ -164,7 +164,7 @@ def test_a_stopped_peer_is_named_when_the_deadline_passes() -> None:
         ranks.expect(3, "here")
         ranks.barrier([0, 1, 2])
         for took, text, phase, left in ranks.results([0, 1, 2]).values():
-            assert 1.5 < took < 4.0
+            assert 1.5 < took < 2.0 + 2.0 * slowness()
             assert "engine rank 3" in text and phase == "exchange"
             assert left == []
 
@@ -224,7 +224,7 @@ def test_after_a_kill_a_new_process_takes_the_place_and_the_next_refit_succeeds(
         results = ranks.results()
     assert results.pop(victim) == []
     for took, error, wrong in results.values():
-        assert took < 2.0 and error == (f"rank {victim} was lost", "exchange") and wrong == []
+        assert took < 2.0 * slowness() and error == (f"rank {victim} was lost", "exchange") and wrong == []
 
 
 @pytest.mark.netns
@@ -260,7 +260,7 @@ def test_a_rank_that_is_cut_off_is_named_by_the_others_at_the_deadline(cut: int)
             ranks.barrier()
             results = ranks.results()
     for rank, (took, peer, text, phase) in results.items():
-        assert 4.0 <= took < 7.0 and phase == "exchange", results
+        assert 4.0 <= took < 4.0 + 3.0 * slowness() and phase == "exchange", results
         assert rank == cut or (peer == cut and f"trainer rank {cut} (pid" in text), results
 
 

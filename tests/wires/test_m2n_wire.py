@@ -14,7 +14,7 @@ from functools import partial
 import m2n_stand_in
 import pytest
 import torch
-from forked_wires import Rank
+from forked_wires import Rank, slowness
 from lost_ranks import Kit, run_and_lose, strike
 from m2n_stand_in import RuleBroken
 from nccl_stand_in import Group, HostQueue, note_copies
@@ -157,7 +157,7 @@ def after_the_calls(rank: Rank, wire: M2nWire, sent: int) -> None:
 
 def test_a_rank_lost_in_a_call_ends_in_an_error_that_says_to_restart() -> None:
     for ended in run_and_lose(KIT, MIXED, signal.SIGKILL, 20.0, in_a_call):
-        assert ended.seconds < 2.0 and ended.phase == "m2n"
+        assert ended.seconds < 2.0 * slowness() and ended.phase == "m2n"
         assert "engine rank 3 was lost" in ended.text and "restart this process" in ended.text
 
 
@@ -258,14 +258,14 @@ def held_up_on_the_device(rank: Rank, wire: M2nWire, sink: object) -> None:
 
 def test_a_stopped_peer_is_named_at_the_deadline_and_nothing_is_loaded_behind_its_call() -> None:
     for ended in run_and_lose(KIT, MIXED, signal.SIGSTOP, 2.0, in_a_call, held_up_on_the_device):
-        assert 2.0 <= ended.seconds < 5.0 and (ended.peer, ended.phase) == (3, "m2n")
+        assert 2.0 <= ended.seconds < 2.0 + 3.0 * slowness() and (ended.peer, ended.phase) == (3, "m2n")
         assert re.search(r"deadline passed in the call of \d+ parameters from .* waiting for engine rank 3", ended.text)
         assert "restart this process" in ended.text
 
 
 def test_a_rank_lost_after_the_calls_needs_no_restart() -> None:
     for ended in run_and_lose(KIT, MIXED, signal.SIGKILL, 20.0, after_the_calls):
-        assert ended.seconds < 2.0 and ended.text == "engine rank 3 was lost"
+        assert ended.seconds < 2.0 * slowness() and ended.text == "engine rank 3 was lost"
 
 
 @pytest.mark.parametrize(

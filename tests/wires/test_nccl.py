@@ -12,7 +12,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from forked_wires import Rank, Ranks
+from forked_wires import Rank, Ranks, slowness
 from lost_ranks import Kit, abandon_twice, refit_after_a_failure, run_and_lose, strike_at_call
 from nccl_stand_in import Group, HostQueue, RuleBroken, Work, nccl_wire, note_copies, wait_until
 from refit_cases import Case, Tensor, bound_rank, everything, rows
@@ -119,12 +119,12 @@ def test_a_killed_peer_aborts_the_communicator_within_two_seconds() -> None:
         wire.close = closed
 
     for ended in run_and_lose(KIT, HOPS, signal.SIGKILL, 20.0, strike_at_call(4), prepare):
-        assert ended.seconds < 2.0 and (ended.text, ended.phase) == ("engine rank 3 was lost", "exchange")
+        assert ended.seconds < 2.0 * slowness() and (ended.text, ended.phase) == ("engine rank 3 was lost", "exchange")
 
 
 def test_a_stopped_peer_ends_in_an_error_at_the_deadline_that_names_it() -> None:
     for ended in run_and_lose(KIT, HOPS, signal.SIGSTOP, 1.0, strike_at_call(4)):
-        assert 1.0 <= ended.seconds < 4.0
+        assert 1.0 <= ended.seconds < 1.0 + 3.0 * slowness()
         assert "engine rank 3" in ended.text and (ended.peer, ended.phase) == (3, "exchange")
 
 
@@ -151,7 +151,7 @@ def test_an_engine_that_waits_for_bytes_that_never_come_is_freed_by_the_abort() 
     with Ranks(body, HOPS.domains, 2) as ranks:
         ranks.exchange_endpoints()
         took, text = ranks.results([3])[3]
-        assert took < 3.0 and text == "trainer rank 0 was lost"
+        assert took < 1.0 + 2.0 * slowness() and text == "trainer rank 0 was lost"
 
 
 def test_after_a_failure_a_new_wire_refits_again() -> None:
@@ -169,7 +169,7 @@ def test_a_rank_that_never_comes_is_an_error_at_the_deadline() -> None:
 
 
 def test_a_wire_that_is_connected_anew_can_be_aborted_again() -> None:
-    assert all(seconds < 2.0 for seconds in abandon_twice(KIT, HOPS))
+    assert all(seconds < 2.0 * slowness() for seconds in abandon_twice(KIT, HOPS))
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(4, 4, dtype=torch.uint8)[:, :2], torch.zeros(4), torch.zeros(0).byte()])

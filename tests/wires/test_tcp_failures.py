@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from forked_wires import Rank, Ranks
+from forked_wires import Rank, Ranks, slowness
 from refit_cases import GUARD, Case, Tensor, bound_rank, columns, contents, merged, rows
 
 from refit_transport.bench.netlab import Lab, enter_namespace
@@ -21,15 +21,6 @@ SHAPE = (1024, 4096)
 """Large enough that the kernel's buffers cannot take what a lost rank still should get."""
 E = [4, 5, 6, 7]
 SPLIT, ONE_HOST = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 1, 2, 3, 4, 5, 6, 7),)
-
-
-def slowness() -> float:
-    """1 on a machine that does little else. Where more processes wait for a core, a rank may be silent only because it
-    waits for its turn, and limits grow with the queue."""
-    with open("/proc/loadavg") as loadavg:
-        last_minute, _, _, running, _ = loadavg.read().split()
-    queue = max(float(last_minute), int(running.partition("/")[0])) / os.cpu_count()
-    return max(1.0, queue / 2)
 
 
 def case_in(domains: tuple[tuple[int, ...], ...]) -> Case:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,11 +25,9 @@ from tests.models import make_model
 pytestmark = pytest.mark.engine
 
 CORES = 2
-LAYOUTS = {
-    "EP2 over DP2": (1, {"distributed_executor_backend": "uni"}),
-    "EP4 over DP2 x TP2": (2, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
-}
-"""Workers of a core, and its options."""
+START_S = 240.0
+LAYOUTS = {"EP2 over DP2": (1, 1), "EP4 over DP2 x TP2": (1, 2), "EP2 over DP2, PP2": (2, 1)}
+"""Pipeline stages and tensor-parallel ranks of a core."""
 
 
 @dataclass
@@ -37,19 +36,24 @@ class Engine:
 
     paths: dict[str, Path]
     cores: list[ReplicaProcess]
-    workers: int
-    """Of one core."""
+    stages: int
+    tensor: int
+
+    @property
+    def coordinates(self) -> list[tuple[int, int, int]]:
+        """Core, stage and tensor-parallel rank of every worker, in the order of their ranks."""
+        return list(product(range(CORES), range(self.stages), range(self.tensor)))
 
     def call(self, function: Any, *args: Any) -> list[Any]:
-        """On all cores at once; answers by core."""
+        """On all cores at once, which may have to start first; answers by core."""
         for core in self.cores:
             core.begin(function, *args)
-        return [core.end() for core in self.cores]
+        return [core.end(START_S) for core in self.cores]
 
     def bring(self, which: str) -> list[dict[str, Any]]:
         """One refit, in a session of its own, from a trainer that holds all of checkpoint ``which``. Returns the state
         of all workers, core after core."""
-        server = ControlServer(1 + CORES * self.workers, {"transport": "nccl_reshard", "scope": "all"})
+        server = ControlServer(1 + len(self.coordinates), {"transport": "nccl_reshard", "scope": "all"})
         try:
             for core in self.cores:
                 core.begin(join, {"address": server.address, "engine": 0, "rank_offset": 1})
@@ -69,7 +73,9 @@ class Engine:
 
 @pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS)
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
-    workers, options = request.param
+    stages, tensor = request.param
+    options = {"pipeline_parallel_size": stages, "tensor_parallel_size": tensor}
+    options["distributed_executor_backend"] = "uni" if stages * tensor == 1 else "mp"
     paths = {which: make_model("qwen3_moe", tmp_path / which, seed) for seed, which in enumerate("ab")}
     port = free_port()
     cores = [
@@ -82,7 +88,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
         )
         for rank in range(CORES)
     ]
-    yield Engine(paths, cores, workers)
+    yield Engine(paths, cores, stages, tensor)
     for core in cores:
         core.close()
 
@@ -92,18 +98,18 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
 def test_refits_there_and_back_equal_the_engine_as_it_was_loaded(engine):
     before, fresh = engine.call(fingerprints), engine.call(outputs_of)
     workers = [hashes for core in before for hashes in core]
-    expert_weights = [path for path in workers[0] if path.endswith("w13_weight")]
-    assert expert_weights
-    for path in expert_weights:
-        assert len({hashes[path] for hashes in workers}) == len(workers)  # every worker has experts of its own
+    expert_weights = [{path for path in hashes if path.endswith("w13_weight")} for hashes in workers]
+    assert all(expert_weights)
+    for path in set.union(*expert_weights):
+        digests = [hashes[path] for hashes in workers if path in hashes]
+        assert len(set(digests)) == len(digests) == CORES * engine.tensor  # every worker has experts of its own
     states = engine.bring("a")
     assert [state["rank"] for state in states] == list(range(1, 1 + len(workers)))
-    assert [(state["labels"]["dp"], state["labels"]["tp"]) for state in states] == [
-        (str(core), str(tensor)) for core in range(CORES) for tensor in range(engine.workers)
-    ]
+    assert [tuple(int(state["labels"][name]) for name in ("dp", "pp", "tp")) for state in states] == engine.coordinates
     assert {state["state"] for state in states} == {"fresh"}
-    for was, now in zip(workers, [hashes for core in engine.call(fingerprints) for hashes in core], strict=True):
-        assert all(was[path] != now[path] for path in expert_weights)
+    between = [hashes for core in engine.call(fingerprints) for hashes in core]
+    for was, now, paths in zip(workers, between, expert_weights, strict=True):
+        assert all(was[path] != now[path] for path in paths)
     assert [core[0][0] for core in engine.call(outputs_of)] != [core[0][0] for core in fresh]
     engine.bring("b")
     assert engine.call(fingerprints) == before

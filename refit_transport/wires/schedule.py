@@ -2,7 +2,11 @@
 
 A bucket travels by hops: hop 0 leaves the owners of the bytes, hop h forwards what came by hop h - 1. While it is
 packed, exchanged, forwarded and unpacked it keeps one of ``SLOTS`` slots of memory, so bucket b + SLOTS is packed after
-bucket b was unpacked. Within that limit as many buckets as possible are under way.
+bucket b was unpacked.
+
+While a bucket crosses the network, those before it are forwarded, the one before those is unpacked and the next one is
+packed. The next one is posted before the present one is waited for, so that the network never idles, but not sooner:
+flows of several buckets drift apart, and the slowest is waited for at the end.
 """
 
 from __future__ import annotations
@@ -51,16 +55,14 @@ def schedule(buckets: int, hops: int, *, in_order: bool) -> Iterator[Action]:
     """The actions of one refit; ``hops`` is the highest hop.
 
     ``in_order``: the backend runs groups one after the other, so one that forwards may be posted before the one that
-    receives was waited for, and a step is one group. Without it groups run side by side; then hop 0 is posted further
-    ahead, and what forwards is posted once it is there.
+    receives was waited for, and a step is one group. Without it groups run side by side, and what forwards is posted
+    once it is there.
 
     A bucket takes hop 0 in one step, and the others in at most two more: with more than two hops these steps have
     several groups.
     """
     depth = max(1, -(-hops // (SLOTS - 2)))
     steps = -(-hops // depth)
-    ahead = SLOTS - 2 - steps
-    """Steps that are under way besides the newest."""
 
     def inside(*items: tuple[int, int]) -> Group:
         return tuple((bucket, hop) for bucket, hop in items if 0 <= bucket < buckets and hop <= hops)
@@ -74,8 +76,8 @@ def schedule(buckets: int, hops: int, *, in_order: bool) -> Iterator[Action]:
         return [(*inside((step, 0)), *first), *rest]
 
     yield from _within(buckets, Pack(0))
-    for step in range(buckets + ahead + steps + 1):
-        done = step - 1 - ahead
+    for step in range(buckets + steps + 1):
+        done = step - 1
         if in_order:
             yield from (Post(group) for group in posted_together(step) if group)
             yield from (Wait(group) for group in posted_together(done) if group)

@@ -153,3 +153,25 @@ def test_a_session_moves_the_draft_in_its_version_or_says_that_it_is_left_out(dr
         trainer.shutdown()
         pair.llm.shutdown_weight_transfer_engine()
         server.close()
+
+
+@pytest.mark.slow
+def test_each_worker_holds_its_part_of_the_draft(tmp_path):
+    models = {which: DRAFTS["qwen3_next, mtp"](tmp_path / which, seed) for seed, which in enumerate("ab")}
+    parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    llm = start_engine(models["b"].path, speculative_config=models["b"].speculation, **parallel)
+    fresh, before = outputs_of(llm), llm.collective_rpc("weight_fingerprint")
+    for which in "ab":
+        server, _, trainer = joined(llm, models[which].path, workers=2)
+        trainer.send_weights()
+        now = llm.collective_rpc("weight_fingerprint")
+        changed = [
+            {path for path in of_draft(was) if was[path] != new[path]} for was, new in zip(before, now, strict=True)
+        ]
+        assert [len(paths) > 10 for paths in changed] == [which == "a"] * 2
+        trainer.shutdown()
+        llm.shutdown_weight_transfer_engine()
+        server.close()
+    assert llm.collective_rpc("weight_fingerprint") == before
+    assert outputs_of(llm) == fresh
+    llm.llm_engine.engine_core.shutdown()

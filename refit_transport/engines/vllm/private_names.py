@@ -15,6 +15,7 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
     ("vllm.model_executor.model_loader.reload.meta", "to_meta_tensor"),
     ("vllm.model_executor.model_loader.reload.meta", "materialize_meta_tensor"),
     ("vllm.model_executor.model_loader.reload.sanitize", "restore_layer_refs"),
+    ("vllm.model_executor.model_loader.mtp_validation", "disable_mtp_completeness_check"),
     ("vllm.model_executor.layers.attention", "is_deferred_attention_layer"),
     ("vllm.model_executor.layers.linear", "LinearBase"),
     ("vllm.model_executor.layers.linear", "UnquantizedLinearMethod"),

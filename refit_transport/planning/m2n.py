@@ -94,6 +94,8 @@ class Stack:
 
     geometry: Geometry
     members: tuple[int, ...]
+    groups: tuple[int, ...]
+    """The plan's group of each member: their shapes may differ, and a parameter may be in several groups."""
 
 
 def communicator_order(trainers: Sequence[int], engines: Sequence[int]) -> dict[int, int]:
@@ -139,16 +141,16 @@ def wires_by_parameter(plan: Plan, choices: Sequence[Choice]) -> dict[str, tuple
 
 def make_stacks(plan: Plan, choices: Sequence[Choice]) -> list[Stack]:
     """The calls of a refit in the order in which every rank makes them: that of each stack's first member."""
-    members: dict[Geometry, list[int]] = {}
-    for group, choice in zip(plan.groups, choices, strict=True):
+    alike: dict[Geometry, list[tuple[int, int]]] = {}
+    for number, (group, choice) in enumerate(zip(plan.groups, choices, strict=True)):
         if choice.geometry is not None:
-            members.setdefault(choice.geometry, []).extend(group.members)
+            alike.setdefault(choice.geometry, []).extend((member, number) for member in group.members)
     stacks, limit = [], call_limit(plan, choices)
-    for geometry, indices in members.items():
+    for geometry, pairs in alike.items():
         depth = max(1, limit // geometry.nbytes)
-        indices.sort()
-        stacks += [Stack(geometry, tuple(indices[i : i + depth])) for i in range(0, len(indices), depth)]
-    return sorted(stacks, key=lambda stack: stack.members[0])
+        pairs.sort()
+        stacks += [Stack(geometry, *zip(*pairs[i : i + depth])) for i in range(0, len(pairs), depth)]
+    return sorted(stacks, key=lambda stack: (stack.members[0], stack.groups[0]))
 
 
 def without_m2n(plan: Plan, choices: Sequence[Choice]) -> Plan:

@@ -33,7 +33,6 @@ from .blame import Register
 from .helper_thread import NEWS_SECONDS, HelperThread, Interrupted, heard
 from .lockstep import PhaseClock
 from .m2n_choice import agree_on_wires
-from .m2n_counts import ParameterCounts
 from .m2n_library import Library
 from .m2n_stack import BoundStack, bind_stacks
 from .nccl import NcclWire, abort_in_background
@@ -151,8 +150,7 @@ class M2nWire:
         self._stacks, self._rest.stale = (), True
         self._rest.bind(self._p2p.staging)
         pool = self._memory(self._stack_bytes) if self._stack_bytes else None
-        counts = ParameterCounts(binding.program, len(binding.plan.parameters))
-        self._stacks = bind_stacks(binding, self._calls, self._place[self._rank], pool, counts)
+        self._stacks = bind_stacks(binding, self._calls, self._place[self._rank], pool)
 
     def _memory(self, nbytes: int) -> torch.Tensor:
         """uint8: the beginning of the one memory in which calls are stacked and the rest is staged, one after the

@@ -1,44 +1,48 @@
-"""What a program moves of each parameter, so that a call that moves whole parameters is counted when it is made."""
+"""What a plan moves of a group's members, so that a call that moves whole members is counted when it is made.
+
+The library does not say how it routes a call, so its bytes are put down to the links that the plan gives them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
-from refit_transport.planning.plan import Link
-from refit_transport.planning.program import Program
+from refit_transport.layout.layout import ITEMSIZE
+from refit_transport.planning.plan import Link, TransferGroup
 
 from .base import WireStats
 
 
-class ParameterCounts:
-    """Bytes of one rank by parameter, direction and link class. The library does not say how it routes a call, so its
-    bytes are put down to the links that the plan gives them."""
+@dataclass(frozen=True, slots=True)
+class MemberCounts:
+    """Bytes of one member of a group on one rank, by link class."""
 
-    def __init__(self, program: Program, parameters: int) -> None:
-        table = program.pieces
-        links = {sending: np.full(len(table), -1, np.int8) for sending in (True, False)}
-        for bucket in program.buckets:
-            for sending, messages in ((True, bucket.sends), (False, bucket.recvs)):
-                for message in messages:
-                    links[sending][message.first : message.last] = message.link
+    sent: dict[str, int]
+    received: dict[str, int]
+    stored: int
+    """What of ``received`` the rank keeps."""
 
-        def by_parameter(rows: np.ndarray) -> np.ndarray:
-            return np.bincount(table.parameter[rows], table.nbytes[rows], parameters).astype(np.int64)
+    @classmethod
+    def of(cls, group: TransferGroup, rank: int) -> MemberCounts:
+        """Of the group alone: a parameter that some ranks hold directly and others whole is in two."""
+        table = group.transfers
+        nbytes = table.numel * ITEMSIZE[group.wire_dtype]
 
-        self._moved = {
-            (sending, link): by_parameter(of_row == link) for sending, of_row in links.items() for link in Link
-        }
-        self._stored = by_parameter((links[False] >= 0) & table.wanted)
+        def by_link(mine: np.ndarray) -> dict[str, int]:
+            return {link.name.lower(): int(nbytes[mine & (table.link == link)].sum()) for link in Link}
 
-    def of(self, parameters: Sequence[int]) -> WireStats:
-        """What one call moves that carries all of ``parameters`` (indices)."""
-        stats, chosen = WireStats(), list(parameters)
-        for (sending, link), nbytes in self._moved.items():
-            (stats.sent if sending else stats.received)[link.name.lower()] = int(nbytes[chosen].sum())
-        return stats
+        arriving = table.dst == rank
+        return cls(by_link(table.src == rank), by_link(arriving), int(nbytes[arriving & table.wanted].sum()))
 
-    def stored(self, parameters: Sequence[int]) -> int:
-        """Bytes of ``parameters`` that this rank receives and keeps."""
-        return int(self._stored[list(parameters)].sum())
+
+def call_counts(members: Iterable[MemberCounts]) -> WireStats:
+    """What one call moves that carries all of ``members``."""
+    stats = WireStats()
+    for member in members:
+        for mine, theirs in ((stats.sent, member.sent), (stats.received, member.received)):
+            for link, nbytes in theirs.items():
+                mine[link] += nbytes
+    return stats

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -11,12 +11,11 @@ import torch
 
 from refit_transport.layout.region import Region
 from refit_transport.planning.m2n import Geometry, SideMesh, Stack, sink_layout
-from refit_transport.planning.plan import TransferGroup
 from refit_transport.runtime.binding import Binding
 from refit_transport.runtime.replay import Copies, Target
 
 from .base import WireStats
-from .m2n_counts import ParameterCounts
+from .m2n_counts import MemberCounts, call_counts
 
 
 @dataclass(slots=True)
@@ -40,53 +39,58 @@ class BoundStack:
 
 
 def bind_stacks(
-    binding: Binding, stacks: Sequence[Stack], place: int, pool: torch.Tensor | None, counts: ParameterCounts
+    binding: Binding, stacks: Sequence[Stack], place: int, pool: torch.Tensor | None
 ) -> tuple[BoundStack, ...]:
     """Views and copies of every stack for the rank at ``place`` of M2N's communicator.
 
     ``pool`` is uint8 memory for the largest stack, which all stacks share: they run one after the other, and a rank has
-    one side of each. ``counts`` are those of the whole program. Raises ValueError for a tensor that is not as planned.
+    one side of each. Raises ValueError for a tensor that is not as planned.
     """
-    groups = {member: group for group in binding.plan.groups for member in group.members}
-    return tuple(_bound(binding, stack, groups, place, pool, counts) for stack in stacks)
+    groups = binding.plan.groups
+    carried = {number for stack in stacks for number in stack.groups}
+    counts = {number: MemberCounts.of(groups[number], binding.rank) for number in carried}
+    return tuple(_bound(binding, stack, place, pool, counts) for stack in stacks)
 
 
 def _bound(
-    binding: Binding,
-    stack: Stack,
-    groups: dict[int, TransferGroup],
-    place: int,
-    pool: torch.Tensor | None,
-    counts: ParameterCounts,
+    binding: Binding, stack: Stack, place: int, pool: torch.Tensor | None, counts: Mapping[int, MemberCounts]
 ) -> BoundStack:
     geometry, parameters = stack.geometry, [binding.plan.parameters[member] for member in stack.members]
-    bound = BoundStack(geometry, tuple(parameter.name for parameter in parameters), counts.of(stack.members))
+    moved = [counts[number] for number in stack.groups]
+    bound = BoundStack(geometry, tuple(parameter.name for parameter in parameters), call_counts(moved))
     if place in geometry.source.ranks:
         holdings = binding.source.holdings()
         views = [_checked(binding.source.view, p.name, holdings[p.name][0], p.dtype) for p in parameters]
-        bound.source, slots = _stacked(geometry, geometry.source, views, views[0].shape, pool)
+        bound.source, slots = _stacked(geometry, geometry.source, views, [view.shape for view in views], pool)
         for slot, view in zip(slots, views, strict=bool(slots)):
             bound.pack.add(slot, view)
     if place in geometry.sink.ranks:
         targets: list[Target] = []
-        for member, parameter in zip(stack.members, parameters, strict=True):
-            (region,) = sink_layout(groups[member]).regions_of(binding.rank)
-            give = partial(_checked, binding.sink.view, parameter.name, region, groups[member].dst_dtype)
+        shapes: list[tuple[int, ...]] = []
+        for number, parameter in zip(stack.groups, parameters, strict=True):
+            group = binding.plan.groups[number]
+            (region,) = sink_layout(group).regions_of(binding.rank)
+            give = partial(_checked, binding.sink.view, parameter.name, region, group.dst_dtype)
             targets.append(give if parameter.name in binding.sink.transient else give())
-        bound.sink, slots = _stacked(geometry, geometry.sink, targets, region.shape, pool)
+            shapes.append(region.shape)
+        bound.sink, slots = _stacked(geometry, geometry.sink, targets, shapes, pool)
         for slot, target in zip(slots, targets, strict=bool(slots)):
             bound.unpack.add(target, slot)
-    received, planned = 0 if bound.sink is None else bound.sink.nbytes, counts.stored(stack.members)
+    received, planned = 0 if bound.sink is None else bound.sink.nbytes, sum(member.stored for member in moved)
     if received != planned:
         raise ValueError(f"{bound.names[0]}: M2N would store {received} bytes on this rank, the plan says {planned}")
     return bound
 
 
 def _stacked(
-    geometry: Geometry, side: SideMesh, views: Sequence[Target], piece: tuple[int, ...], pool: torch.Tensor | None
+    geometry: Geometry,
+    side: SideMesh,
+    views: Sequence[Target],
+    pieces: Sequence[Sequence[int]],
+    pool: torch.Tensor | None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The buffer of a side, and in it a slot of shape ``piece`` for each view; no slots where one live tensor will
-    do."""
+    """The buffer of a side, and in it a slot for each view, of its shape in ``pieces``; no slots where one live tensor
+    will do."""
     dtype = getattr(torch, geometry.dtype)
     shape = geometry.local_shape(side, len(views))
     live = views[0]
@@ -94,7 +98,7 @@ def _stacked(
         return live.view(shape), []
     buffer = pool[: prod(shape) * dtype.itemsize].view(dtype)
     slots = buffer.view(len(views), -1)
-    return buffer.view(shape), [slot.view(piece) for slot in slots]
+    return buffer.view(shape), [slot.view(piece) for slot, piece in zip(slots, pieces, strict=True)]
 
 
 def _checked(view: Callable[[str, Region], torch.Tensor], name: str, region: Region, dtype: str) -> torch.Tensor:

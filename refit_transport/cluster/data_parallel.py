@@ -12,6 +12,8 @@ PORTS = range(7000, 9000)
 """Below the ports that the system gives to connections, so that a port stays free until vLLM listens on it."""
 PORTS_PER_ENGINE = 4
 """vLLM counts up from the one it is given, for each group that the cores form."""
+ENGINES = 64
+"""So many have ports of their own, several choices each."""
 
 
 def core_env(rank: int, size: int, host: str, port: int) -> dict[str, str]:
@@ -26,11 +28,13 @@ def core_env(rank: int, size: int, host: str, port: int) -> dict[str, str]:
     }
 
 
-def free_port(attempts: int = 50) -> int:
-    """The first of ``PORTS_PER_ENGINE`` consecutive ports that nobody uses on this host. Raises ClusterError when none
-    are found."""
-    for _ in range(attempts):
-        first = random.randrange(PORTS.start, PORTS.stop - PORTS_PER_ENGINE)
+def free_port(engine: int = 0) -> int:
+    """The first of ``PORTS_PER_ENGINE`` consecutive ports that nobody uses on this host. Engines choose among different
+    ones: between the choice and vLLM's listening others may look at the same ports. Raises ClusterError when none are
+    found."""
+    share = engine % ENGINES * PORTS_PER_ENGINE
+    firsts = range(PORTS.start + share, PORTS.stop - PORTS_PER_ENGINE + 1, ENGINES * PORTS_PER_ENGINE)
+    for first in random.sample(firsts, len(firsts)):
         with ExitStack() as sockets:
             try:
                 for port in range(first, first + PORTS_PER_ENGINE):
@@ -38,4 +42,7 @@ def free_port(attempts: int = 50) -> int:
             except OSError:
                 continue
         return first
-    raise ClusterError(f"no {PORTS_PER_ENGINE} free ports in a row among {PORTS.start}-{PORTS.stop - 1} on this host")
+    raise ClusterError(
+        f"engine {engine}: no {PORTS_PER_ENGINE} free ports in a row among its share of "
+        f"{PORTS.start}-{PORTS.stop - 1} on this host"
+    )

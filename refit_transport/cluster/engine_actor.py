@@ -27,7 +27,7 @@ class EngineActor:
 
     def data_parallel_address(self) -> tuple[str, int]:
         """Where the cores of this one's engine can meet."""
-        return ray.util.get_node_ip_address(), free_port()
+        return ray.util.get_node_ip_address(), free_port(self.replica)
 
     def start(self, engine_args: dict[str, Any], parallel: bool, env: Mapping[str, str]) -> None:
         """Build the engine; returns when all cores of it are built. ``parallel`` False keeps a single-rank core inside

@@ -81,12 +81,19 @@ def test_prompts_are_shared_out_in_order_by_ranks(count, weights, lengths):
     assert [index for part in parts for index in part] == list(range(count))
 
 
-def test_cores_of_an_engine_meet_at_ports_that_are_free():
+def test_cores_of_an_engine_meet_at_ports_that_are_free(monkeypatch):
     first = free_port()
     assert first in PORTS and first + PORTS_PER_ENGINE <= PORTS.stop
     assert core_env(1, 2, "10.0.0.1", first)["VLLM_DP_MASTER_PORT"] == str(first)
+    monkeypatch.setattr("refit_transport.cluster.data_parallel.PORTS", range(7000, 7000))
     with pytest.raises(ClusterError, match="free ports"):
-        free_port(attempts=0)
+        free_port()
+
+
+def test_engines_that_choose_ports_at_the_same_time_on_one_host_choose_others():
+    firsts = {first: engine for engine in range(64) for first in {free_port(engine) for _ in range(3)}}
+    taken = [port for first in firsts for port in range(first, first + PORTS_PER_ENGINE)]
+    assert len(taken) == len(set(taken)) and set(firsts.values()) == set(range(64))
 
 
 @pytest.mark.parametrize(

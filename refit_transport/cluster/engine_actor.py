@@ -24,14 +24,16 @@ class EngineActor:
         self.replica, self.name = replica, name
         self._llm: Any = None
         self._joined = False
+        self._progress_bar = False
 
     def data_parallel_address(self) -> tuple[str, int]:
         """Where the cores of this one's engine can meet."""
         return ray.util.get_node_ip_address(), free_port(self.replica)
 
-    def start(self, engine_args: dict[str, Any], parallel: bool, env: Mapping[str, str]) -> None:
+    def start(self, engine_args: dict[str, Any], parallel: bool, env: Mapping[str, str], progress_bar: bool) -> None:
         """Build the engine; returns when all cores of it are built. ``parallel`` False keeps a single-rank core inside
-        this process."""
+        this process. vLLM's ``progress_bar`` goes to the actor's log."""
+        self._progress_bar = progress_bar
         os.environ.update(env)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if parallel else "0"
         os.environ[DIE_WITH_PARENT] = "1"
@@ -57,7 +59,7 @@ class EngineActor:
         outputs = self._llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
             [_sampling_params(sampling, index) for index in range(len(prompts))],
-            use_tqdm=False,
+            use_tqdm=self._progress_bar,
         )
         version = self.weight_version()
         return [_completion(output.outputs[0], version) for output in outputs]

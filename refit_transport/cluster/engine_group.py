@@ -39,7 +39,7 @@ class EngineGroup:
         ]
         self.names = [core.name for core in layout.cores]
 
-    def start(self, engine_args: Sequence[dict[str, Any]]) -> list[tuple[str, ray.ObjectRef]]:
+    def start(self, engine_args: Sequence[dict[str, Any]], progress_bar: bool) -> list[tuple[str, ray.ObjectRef]]:
         """Begin to build all engines, each from its ``engine_args``; the calls to wait for."""
         meetings = self._data_parallel_addresses()
         calls = []
@@ -47,7 +47,7 @@ class EngineGroup:
             parallel = core.shape.core_ranks > 1 or self._device == "cuda"
             meeting = meetings.get(core.replica)
             env = core_env(core.data_rank, core.shape.data, *meeting) if meeting else {}
-            calls.append((name, actor.start.remote(engine_args[core.replica], parallel, env)))
+            calls.append((name, actor.start.remote(engine_args[core.replica], parallel, env, progress_bar)))
         return calls
 
     def _data_parallel_addresses(self) -> dict[int, tuple[str, int]]:

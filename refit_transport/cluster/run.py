@@ -123,7 +123,9 @@ def _start(
     for side in (trainers, engines):
         pids = await_all(side.calls("pid"), "starting the actors", timeout)
         side.names = [f"{name} (pid {pid})" for name, pid in zip(side.names, pids, strict=True)]
-    calls = engines.start([engine_args(tree, cfg) for cfg in cfgs]) + trainers.start(_worker_classes(tree), tree)
+    progress_bar = tree["policy"]["generation"]["vllm_cfg"]["use_tqdm"]
+    calls = engines.start([engine_args(tree, cfg) for cfg in cfgs], progress_bar)
+    calls += trainers.start(_worker_classes(tree), tree)
     await_all(calls, "building the models", timeout)
     if tree["loss_fn"]["reference_policy_kl_penalty"]:
         trainers.worker("keep_reference", doing="keeping the reference policy")

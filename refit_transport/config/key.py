@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,8 @@ class Key:
     """Exclusive minimum."""
     optional: bool = False
     """``null`` is allowed."""
+    values: type | None = None
+    """What the values of a mapping are."""
     items: tuple[Key, ...] = ()
     """A list holds mappings of these keys, whose paths are relative to an item."""
 
@@ -44,6 +46,8 @@ class Key:
             words = ", ".join(as_yaml(choice) for choice in self.choices)
         elif self.items:
             words = f"list of mappings of {', '.join(item.path for item in self.items)}"
+        elif self.values is not None:
+            words = f"mapping of {_KIND_WORDS[self.values]}s"
         else:
             words = " and ".join([_KIND_WORDS[self.kind], *self._bounds()]).replace(" and ", " ", 1)
         return f"{words} or null" if self.nullable and None not in self.choices else words
@@ -65,10 +69,13 @@ class Key:
         elif self.kind is list:
             typed = isinstance(value, Sequence) and not isinstance(value, str)
         elif self.kind is dict:
-            typed = isinstance(value, Mapping)
+            typed = isinstance(value, Mapping) and self._holds(value.values())
         else:
             typed = isinstance(value, self.kind)
         return typed and (not self.choices or value in self.choices) and self._within(value)
+
+    def _holds(self, values: Iterable[object]) -> bool:
+        return self.values is None or all(isinstance(value, self.values) for value in values)
 
     def _within(self, value: Any) -> bool:
         return (

@@ -8,6 +8,8 @@ from typing import Any
 
 from refit_transport.config.engine_shape import EngineShape
 from refit_transport.config.key import DOCUMENT
+from refit_transport.config.model_facts import ModelFacts
+from refit_transport.config.pipeline_layout import LETTERS, stages_of
 from refit_transport.config.setup import Setup
 from refit_transport.config.violation import Violation
 
@@ -19,6 +21,8 @@ EXPERT = f"{DTENSOR}.expert_parallel_size"
 VALUE = "value.dtensor_cfg"
 RESOURCES = "policy.generation.colocated.resources"
 ANCHOR = f"{DOCUMENT}#layouts"
+_STAGE_LAYERS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_STAGE_SHARES = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 Found = Iterator[Violation]
 
@@ -94,9 +98,6 @@ def _trainer_fills_its_ranks(setup: Setup) -> Found:
             (setup.tensor_parallel_key, setup.tensor_parallel * replicas, "tensor x replicas"),
             (EXPERT, setup.get(EXPERT) * replicas, "expert x replicas"),
         )
-    if setup.algorithm == "ppo":
-        product = setup.get(f"{VALUE}.tensor_parallel_size") * setup.get(f"{VALUE}.dp_replicate_size")
-        sizes = (*sizes, (f"{VALUE}.tensor_parallel_size", product, "tensor x replicas of the value model"))
     for key, product, words in sizes:
         if ranks % product:
             yield Violation(
@@ -108,19 +109,81 @@ def _trainer_divides_the_model(setup: Setup) -> Found:
     model, tensor = setup.model, setup.tensor_parallel
     if model is None:
         return
+    if setup.trainer == "dtensor":
+        yield from _dtensor_divides(setup, DTENSOR, model)
+        return
     key = setup.tensor_parallel_key
     yield from _divides(key, tensor, model.heads, "attention heads")
     yield from _divides(key, tensor, model.intermediate, "columns of the feed-forward layers")
-    if setup.trainer == "dtensor":
-        yield from _divides(key, tensor, model.kv_heads, "key-value heads")
-        expert_key = EXPERT
-    else:
-        yield from _shares_kv_heads(key, tensor, model.kv_heads)
-        expert_key = f"{MEGATRON}.expert_model_parallel_size"
-        width_key = f"{MEGATRON}.expert_tensor_parallel_size"
-        yield from _divides(width_key, setup.get(width_key), model.expert_intermediate, "columns of an expert")
-        yield from _pipeline_divides(setup, model.layers)
+    yield from _shares_kv_heads(key, tensor, model.kv_heads)
+    expert_key = f"{MEGATRON}.expert_model_parallel_size"
+    width_key = f"{MEGATRON}.expert_tensor_parallel_size"
+    yield from _divides(width_key, setup.get(width_key), model.expert_intermediate, "columns of an expert")
+    yield from _pipeline_divides(setup, model.layers)
     yield from _experts(expert_key, setup.get(expert_key), model.experts)
+
+
+def _dtensor_divides(setup: Setup, section: str, model: ModelFacts) -> Found:
+    key, expert_key = f"{section}.tensor_parallel_size", f"{section}.expert_parallel_size"
+    tensor = setup.get(key)
+    yield from _divides(key, tensor, model.heads, "attention heads")
+    yield from _divides(key, tensor, model.intermediate, "columns of the feed-forward layers")
+    yield from _divides(key, tensor, model.kv_heads, "key-value heads")
+    yield from _experts(expert_key, setup.get(expert_key), model.experts)
+
+
+def _critic_fits(setup: Setup) -> Found:
+    """Where it is cut as the policy is, one line says it all."""
+    if setup.algorithm != "ppo" or setup.train_ranks <= 0:
+        return
+    sizes = ("tensor_parallel_size", "expert_parallel_size", "dp_replicate_size")
+    tensor, expert, replicas = (setup.get(f"{VALUE}.{name}") for name in sizes)
+    if setup.trainer == "dtensor" and (tensor, expert, replicas) == tuple(setup.get(f"{DTENSOR}.{n}") for n in sizes):
+        return
+    ranks, expert_key = setup.train_ranks, f"{VALUE}.expert_parallel_size"
+    for key, product, words in (
+        (f"{VALUE}.tensor_parallel_size", tensor * replicas, "tensor x replicas"),
+        (expert_key, expert * replicas, "expert x replicas"),
+    ):
+        if ranks % product:
+            limit = f"{words} of the value model ({product}) has to divide the {ranks} ranks that train"
+            yield Violation(key, setup.get(key), limit, ANCHOR)
+    if expert > 1 and expert % tensor:
+        yield Violation(expert_key, expert, f"1, or a multiple of {VALUE}.tensor_parallel_size, {tensor}", ANCHOR)
+    if setup.value_model is not None:
+        yield from _dtensor_divides(setup, VALUE, setup.value_model)
+
+
+def _pipeline_layout_fits(setup: Setup) -> Found:
+    key = f"{MEGATRON}.pipeline_model_parallel_layout"
+    text = setup.get(key)
+    if setup.trainer != "megatron" or not text:
+        return
+    for name in (*_STAGE_LAYERS, *_STAGE_SHARES):
+        if setup.get(f"{MEGATRON}.{name}") not in (None, False):
+            yield Violation(f"{MEGATRON}.{name}", setup.get(f"{MEGATRON}.{name}"), f"unset, since {key} is set", ANCHOR)
+    yield from (Violation(key, text, limit, ANCHOR) for limit in _limits_of_layout(setup, stages_of(text)))
+
+
+def _limits_of_layout(setup: Setup, stages: list[str]) -> Iterator[str]:
+    """What a pipeline layout has to be and is not."""
+    held, count = "".join(stages), len(stages)
+    if set(held) - LETTERS.keys():
+        yield f"letters {', '.join(LETTERS)}, with | between stages and *n for repetition"
+        return
+    if (held[:1], held[-1:], held.count("E"), held.count("L")) != ("E", "L", 1, 1):
+        yield "E first and L last, each once"
+    ranks, chunks = (setup.get(f"{MEGATRON}.{name}pipeline_model_parallel_size") for name in ("", "virtual_"))
+    if chunks or ranks == 1:
+        wanted = ranks * (chunks or 1)
+        if count != wanted:
+            yield f"{wanted} {'stage' if wanted == 1 else 'stages'}, not {count}"
+    elif count % ranks:
+        yield f"a multiple of {ranks} stages, not {count}"
+    layers = setup.model.layers if setup.model is not None else held.count("t")
+    for letter, wanted in (("t", layers), ("m", setup.get(f"{MEGATRON}.mtp_num_layers"))):
+        if held.count(letter) != wanted:
+            yield f"{wanted} {LETTERS[letter]}s ({letter}), not {held.count(letter)}"
 
 
 def _pipeline_divides(setup: Setup, layers: int) -> Found:
@@ -128,11 +191,8 @@ def _pipeline_divides(setup: Setup, layers: int) -> Found:
     stages = setup.get(key)
     if setup.get(f"{MEGATRON}.pipeline_model_parallel_layout"):
         return  # Megatron's own text says where every layer goes
-    first = setup.get(f"{MEGATRON}.num_layers_in_first_pipeline_stage")
-    last = setup.get(f"{MEGATRON}.num_layers_in_last_pipeline_stage")
-    left = layers - (first or 0) - (last or 0)
-    left += setup.get(f"{MEGATRON}.account_for_embedding_in_pipeline_split")
-    left += setup.get(f"{MEGATRON}.account_for_loss_in_pipeline_split")
+    first, last = (setup.get(f"{MEGATRON}.{name}") for name in _STAGE_LAYERS)
+    left = layers - (first or 0) - (last or 0) + sum(setup.get(f"{MEGATRON}.{name}") for name in _STAGE_SHARES)
     even = stages - (first is not None) - (last is not None)
     chunks = even * (setup.get(f"{MEGATRON}.virtual_pipeline_model_parallel_size") or 1)
     if chunks > 0 and left % chunks:
@@ -202,5 +262,7 @@ _RULES: tuple[Callable[[Setup], Found], ...] = (
     _engines_fill_their_ranks,
     _trainer_fills_its_ranks,
     _trainer_divides_the_model,
+    _pipeline_layout_fits,
+    _critic_fits,
     _engines_divide_the_model,
 )

@@ -36,8 +36,16 @@ class Setup:
     @cached_property
     def model(self) -> ModelFacts | None:
         """Facts of the policy's model; None when its configuration is not on this machine."""
-        name = self.get("policy.model_name")
-        found = read_model_config(name, self.get("policy.hf_config_overrides")) if name else None
+        return self._facts_of("policy")
+
+    @cached_property
+    def value_model(self) -> ModelFacts | None:
+        """Facts of the value model, as ``model``."""
+        return self._facts_of("value")
+
+    def _facts_of(self, section: str) -> ModelFacts | None:
+        name = self.get(f"{section}.model_name")
+        found = read_model_config(name, self.get(f"{section}.hf_config_overrides")) if name else None
         return ModelFacts.from_config(found) if found else None
 
     @property

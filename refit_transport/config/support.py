@@ -11,6 +11,7 @@ from typing import Any
 
 from refit_transport.config.key import DOCUMENT
 from refit_transport.config.load import schema_defaults
+from refit_transport.config.pipeline_layout import stages_of
 from refit_transport.config.setup import Setup
 from refit_transport.config.violation import Violation
 
@@ -20,8 +21,16 @@ MEGATRON_TYPES = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral"
 """By ``model_type``: what the Megatron trainer builds."""
 PREDICTING_TYPES = ("deepseek_v3",)
 """Of these, families whose checkpoints have multi-token-prediction layers."""
-ENGINE_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel")
-"""Arguments of vLLM that follow from ``vllm_cfg``."""
+ENGINE_SIZES = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+    "data_parallel_size",
+    "enable_expert_parallel",
+)
+"""Arguments of vLLM that decide how many ranks an engine has."""
+REFIT_ARGUMENTS = ("weight_transfer_config", "worker_extension_cls")
+"""Arguments of vLLM by which its workers take part in refits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +167,7 @@ UNSUPPORTED = (
         "a layout whose m are all on the last stage",
         lambda s: (
             s.trainer == "megatron"
-            and "m" in (s.get(f"{MEGATRON}.pipeline_model_parallel_layout") or "").rpartition("|")[0]
+            and any("m" in stage for stage in stages_of(s.get(f"{MEGATRON}.pipeline_model_parallel_layout") or "")[:-1])
         ),
         only_to_run=True,
     ),
@@ -244,6 +253,14 @@ UNSUPPORTED = (
         f"no {', '.join(ENGINE_SIZES)}: set {GENERATION}.vllm_cfg; an expert-parallel size beyond the tensor-parallel "
         "one is data parallelism",
         lambda s: any(name in (s.get(f"{GENERATION}.vllm_kwargs") or {}) for name in ENGINE_SIZES),
+    ),
+    Unsupported(
+        "refit-in-vllm-kwargs",
+        "a weight-transfer engine or worker extension of one's own among `vllm_kwargs`",
+        "refits go through this project's",
+        f"{GENERATION}.vllm_kwargs",
+        f"no {', '.join(REFIT_ARGUMENTS)}",
+        lambda s: any(name in (s.get(f"{GENERATION}.vllm_kwargs") or {}) for name in REFIT_ARGUMENTS),
     ),
     Unsupported(
         "expert-parallel-size",

@@ -108,6 +108,14 @@ def test_recipes_are_valid(recipe: str) -> None:
         ),
         ([f"{REPLICAS}=[{{expert_parallel_size: 4}}]"], f"{REPLICAS}[0].expert_parallel_size", "has no experts"),
         ([f"{GENERATION}.vllm_kwargs.data_parallel_size=2"], f"{GENERATION}.vllm_kwargs", f"set {VLLM}"),
+        ([f"{GENERATION}.vllm_kwargs.prefill_context_parallel_size=2"], f"{GENERATION}.vllm_kwargs", f"set {VLLM}"),
+        (
+            [f"{GENERATION}.vllm_kwargs.worker_extension_cls=a.B"],
+            f"{GENERATION}.vllm_kwargs",
+            "worker_extension_cls",
+        ),
+        ([f"{VLLM}.env_vars={{THREADS: 2}}"], f"{VLLM}.env_vars", "mapping of strings"),
+        ([f"{REPLICAS}=[{{env_vars: {{THREADS: 2}}}}]"], REPLICAS, "env_vars in item 0: mapping of strings"),
         (
             ["policy.dtensor_cfg.dp_replicate_size=3"],
             "policy.dtensor_cfg.tensor_parallel_size",
@@ -203,6 +211,48 @@ def test_a_critic_is_cut_by_sizes_of_its_own() -> None:
     )
     (found,) = violations(*megatron, "value.dtensor_cfg.tensor_parallel_size=3", recipe=recipe)
     assert found.key == "value.dtensor_cfg.tensor_parallel_size" and "the 2 ranks that train" in found.allowed
+
+
+@pytest.mark.parametrize(
+    ("override", "allowed"),
+    [
+        ("expert_parallel_size=2", "1, since the model has no experts"),
+        ("tensor_parallel_size=8", "a divisor of the model's 4 attention heads"),
+        ("enabled=false", "true"),
+    ],
+)
+def test_a_critic_whose_cut_does_not_fit_is_refused_by_its_own_key(override: str, allowed: str) -> None:
+    recipe = "recipes/ppo-reverse-digits-1n4r-fsdp2-tp2.yaml"
+    found = {v.key: v.allowed for v in violations(f"value.dtensor_cfg.{override}", recipe=recipe)}
+    key = f"value.dtensor_cfg.{override.partition('=')[0]}"
+    assert list(found) == [key] and allowed in found[key]
+
+
+LAYOUT = "policy.megatron_cfg.pipeline_model_parallel_layout"
+
+
+@pytest.mark.parametrize(
+    ("layout", "stages", "overrides", "allowed"),
+    [
+        ("Et|t|t|tttL", 2, [], ""),
+        ("E,t*2|(t|)*2,ttL", 2, [], ""),
+        ("(Et|)*1,(t|)*4,tL", 3, [], ""),
+        ("Et|tttttL", 4, [], "a multiple of 4 stages, not 2"),
+        ("Ettt|tttL", 1, [], "1 stage, not 2"),
+        ("Ett|ttL", 2, [], "6 decoder layers (t), not 4"),
+        ("Etx|tttttL", 2, [], "letters E, t, m, L"),
+        ("tt|ttttL", 2, [], "E first and L last"),
+        ("Ett|ttttmL", 2, [], "0 prediction layers (m), not 1"),
+        ("Et|t|t|tttL", 2, ["policy.megatron_cfg.virtual_pipeline_model_parallel_size=3"], "6 stages, not 4"),
+    ],
+)
+def test_a_pipeline_layout_fits_the_stages_and_the_model(
+    tmp_path: Path, layout: str, stages: int, overrides: list[str], allowed: str
+) -> None:
+    sizes = (f"{LAYOUT}='{layout}'", f"policy.megatron_cfg.pipeline_model_parallel_size={stages}")
+    found = sized(tmp_path, MOE, *MEGATRON, *sizes, *overrides, ranks=20, generate=8)
+    assert set(found) == ({LAYOUT} if allowed else set())
+    assert allowed in found.get(LAYOUT, "")
 
 
 def test_a_list_of_engines_that_cannot_be_read_is_one_line() -> None:

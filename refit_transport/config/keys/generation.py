@@ -17,7 +17,7 @@ ENGINE_KEYS = (
         minimum=1,
     ),
     Key("gpu_memory_utilization", float, 0.6, "Share of a GPU's memory for the engine.", above=0, maximum=1),
-    Key("env_vars", dict, {}, "Environment of the engine's processes."),
+    Key("env_vars", dict, {}, "Environment of the engine's processes; numbers in quotes.", values=str),
 )
 """What the engines of one run may differ in."""
 
@@ -93,7 +93,7 @@ VLLM = section(
     *ENGINE_KEYS,
     Key("max_model_len", int, "${policy.max_total_sequence_length}", "Longest sequence of the engine.", minimum=2),
     Key("enforce_eager", bool, False, "Do not capture CUDA graphs. CPU recipes set `true`."),
-    Key("use_tqdm", bool, True, "Show vLLM's own progress bar."),
+    Key("use_tqdm", bool, True, "Write vLLM's own progress bar to the log of each engine."),
     Key(
         "load_format",
         str,

@@ -154,6 +154,8 @@ _VALUE_DEFAULTS = {
     "make_sequence_length_divisible_by": "${policy.make_sequence_length_divisible_by}",
     "optimizer.kwargs": {"lr": 1e-5, "weight_decay": 0.01},
 }
+_TRAINER = "value.dtensor_cfg.enabled"
+"""The critic has no other trainer, whatever the policy's is."""
 
 
 def _value_keys() -> tuple[Key, ...]:
@@ -164,7 +166,7 @@ def _value_keys() -> tuple[Key, ...]:
         follows = name.startswith(("tiny_model", "dtensor_cfg"))
         default = f"${{{key.path}}}" if follows else _VALUE_DEFAULTS.get(name, key.default)
         mirrored.append(replace(key, path=f"value.{name}", default=default))
-    return tuple(mirrored)
+    return tuple(replace(key, default=True, choices=(True,)) if key.path == _TRAINER else key for key in mirrored)
 
 
 VALUE = Section(

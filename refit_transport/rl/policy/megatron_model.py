@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from refit_transport.config.model_facts import megatron_obstacle, rope_parameters
+from refit_transport.config.pipeline_layout import stages_of
 from refit_transport.config.support import MEGATRON_TYPES
 from refit_transport.rl.batch import round_up
 
@@ -39,7 +40,7 @@ def _virtual_stages(settings: Mapping[str, Any]) -> int | None:
     layout = settings.get("pipeline_model_parallel_layout")
     chunks = settings.get("virtual_pipeline_model_parallel_size")
     if layout and not chunks:
-        chunks = (layout.count("|") + 1) // settings["pipeline_model_parallel_size"]
+        chunks = len(stages_of(layout)) // settings["pipeline_model_parallel_size"]
     return chunks if chunks and chunks > 1 else None
 
 

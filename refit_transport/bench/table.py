@@ -12,7 +12,7 @@ NAMES = {
     "gather_broadcast": "gather_broadcast, single root",
     "gather_broadcast_every": "gather_broadcast, every root",
     "parameter_loop": "per-parameter loop over gloo",
-    "checkpoint": "checkpoint on a shared disk",
+    "checkpoint": "checkpoint, local disk",
     "stream": "plain two-process stream",
 }
 WIDTH = 140

@@ -2,8 +2,8 @@
 
 A call of M2N cannot be interrupted: it has no deadline, and `abort` does not reach its waits on the device. So the host
 never waits behind one without looking: calls are queued in a helper thread, their ends are looked at as marks, and an
-engine loads only what is there. When a peer is lost this wire raises its error in time; the call stays on the GPU, and
-the process has to be restarted.
+engine loads only what is there, on a stream on which no later call is queued. When a peer is lost this wire raises its
+error in time; the call stays on the GPU, and the process has to be restarted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .base import Peer, WireError, WireStats
 from .blame import Register
 from .helper_thread import NEWS_SECONDS, HelperThread, Interrupted, heard
 from .lockstep import PhaseClock
-from .m2n_choice import agree_on_wires
+from .m2n_choice import Holding, agree_on_wires
 from .m2n_library import Library
 from .m2n_stack import BoundStack, bind_stacks
 from .nccl import NcclWire, abort_in_background
@@ -59,6 +59,7 @@ class M2nWire:
         library: Callable[[], Library] = Library,
     ) -> None:
         self._queue = queue or CudaQueue()
+        self._loading = self._queue.side_stream()
         self._p2p = NcclWire(network_interface, self._queue, group_maker, staging_memory=self._memory)
         self._make_library = library
         self._library: Library | None = None
@@ -128,8 +129,9 @@ class M2nWire:
     def _prepare(self, binding: Binding, version: int, deadline: float, calls: _Calls) -> None:
         if self._bound is not binding:
             store = self._p2p.store(f"choice {version}", deadline)
+            holding = Holding.of(binding)
             self._choices = calls.watched(
-                lambda: agree_on_wires(binding, self._rank, list(self._place), self._place, store, deadline),
+                lambda: agree_on_wires(binding.plan, holding, self._rank, self._place, store, deadline),
                 "agreeing on the wires",
             )
             plan = without_m2n(binding.plan, self._choices)
@@ -194,18 +196,24 @@ class _Calls:
 
     def make(self, stacks: Sequence[BoundStack], sink: WeightSink | None) -> None:
         """All calls in order; while the engine loads one the next is under way."""
+        begun = self._queue.mark()
+        with self._queue.on(self._wire._loading):
+            self._queue.follow(begun)
         before: tuple[BoundStack, Mark] | None = None
         for stack in stacks:
-            queued = stack, self._queued(stack)
+            end = self._queued(stack)
             if before is not None:
                 self._finish(*before, sink)
-            before = queued
+            before = stack, self._unpacked(stack, end)
         if before is not None:
             self._finish(*before, sink)
+        with self._queue.on(self._wire._loading):
+            loaded = self._queue.mark()
+        self._queue.follow(loaded)
         self._stuck = False
 
     def _queued(self, stack: BoundStack) -> Mark:
-        """Queue one call with the copies around it."""
+        """Queue one call, and the copies before it."""
         stream = self._queue.stream()
 
         def call() -> None:
@@ -217,9 +225,16 @@ class _Calls:
         self._stuck = True
         with self._clock("m2n"):
             self.watched(call, _described(stack))
-        with self._clock("unpack"):
-            stack.unpack.run()
         return self._queue.mark()
+
+    def _unpacked(self, stack: BoundStack, end: Mark) -> Mark:
+        """Queue the copies after a call. The next call receives into the memory that they read."""
+        with self._clock("unpack"), self._queue.on(self._wire._loading):
+            self._queue.follow(end)
+            stack.unpack.run()
+            mark = self._queue.mark()
+        self._queue.follow(mark)
+        return mark
 
     def _finish(self, stack: BoundStack, end: Mark, sink: WeightSink | None) -> None:
         with self._clock("m2n"):
@@ -230,7 +245,7 @@ class _Calls:
             if self._watch.released:
                 raise self._failure("the deadline passed", _described(stack))
         if stack.sink is not None and sink is not None:
-            with self._clock("load"):
+            with self._clock("load"), self._queue.on(self._wire._loading):
                 sink.arrived(stack.names, [])
         for mine, moved in ((self.stats.sent, stack.counts.sent), (self.stats.received, stack.counts.received)):
             for link, nbytes in moved.items():

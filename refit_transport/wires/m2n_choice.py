@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -26,23 +27,36 @@ Held = dict[int, list[Region]]
 """Group -> regions that this rank holds of its members as a source."""
 
 
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a rank tells the others."""
+
+    held: Held
+    apart: list[int]
+    """Candidate groups whose destination on this rank is no single tensor."""
+
+    @classmethod
+    def of(cls, binding: Binding) -> Holding:
+        """Asks the engine for views, so it belongs to the thread and the stream that refit."""
+        return cls(_held(binding), _apart(binding))
+
+
 def agree_on_wires(
-    binding: Binding, rank: int, ranks: Sequence[int], place: Mapping[int, int], store: dist.Store, deadline: float
+    plan: Plan, holding: Holding, rank: int, place: Mapping[int, int], store: dist.Store, deadline: float
 ) -> list[Choice]:
-    """One choice per group of the plan, the same on every rank. Raises WireError naming the rank that did not answer
-    by ``deadline``."""
-    plan = binding.plan
-    store.set(f"holds {rank}", json.dumps([_encoded(_held(binding)), _apart(binding)]))
-    if rank == min(ranks):
-        reports = {other: _get(store, f"holds {other}", other, deadline) for other in ranks}
+    """One choice per group of the plan, the same on every rank; ``place`` has all of them. Raises WireError naming the
+    rank that did not answer by ``deadline``."""
+    store.set(f"holds {rank}", json.dumps([_encoded(holding.held), holding.apart]))
+    if rank == min(place):
+        reports = {other: _get(store, f"holds {other}", other, deadline) for other in place}
         store.set("all", json.dumps(list(reports.items())))
-    reports = dict(_get(store, "all", min(ranks), deadline))
+    reports = dict(_get(store, "all", min(place), deadline))
     apart = {
         group: f"rank {other} stores it in several places" for other, (_, groups) in reports.items() for group in groups
     }
     sources = _source_layouts(plan, {other: _decoded(held) for other, (held, _) in reports.items()})
     choices = choose_wires(plan, sources, place, apart)
-    if rank == min(ranks):
+    if rank == min(place):
         log.info(summary(plan, choices))
     return choices
 
@@ -72,7 +86,6 @@ def _held(binding: Binding) -> Held:
 
 
 def _apart(binding: Binding) -> list[int]:
-    """Candidate groups whose destination on this rank is no single tensor."""
     found = []
     for number, group in enumerate(binding.plan.groups):
         if binding.sink is None or not is_candidate(group):

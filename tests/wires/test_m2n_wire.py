@@ -8,6 +8,7 @@ import logging
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -243,6 +244,9 @@ def test_calls_and_the_rest_hand_over_their_memory_by_events() -> None:
 
 class Never:
     """The end of a call that a lost peer holds up on the device."""
+
+    def __init__(self) -> None:
+        self.clock: Counter[str] = Counter()
 
     def query(self) -> bool:
         return False

@@ -11,7 +11,7 @@ from pathlib import Path
 from refit_transport.config.foreign import FOREIGN
 from refit_transport.config.key import REQUIRED, Key, Section, anchor_id, as_yaml
 from refit_transport.config.keys import SECTIONS
-from refit_transport.config.support import support_matrix
+from refit_transport.config.support import refused_table
 
 HEAD = """# Configuration
 
@@ -52,7 +52,9 @@ many generate, the others train. One node gives `gpus_per_node` of its own; seve
   trainer divides them; vLLM and Megatron also replicate them when there are fewer heads than ranks.
 - Expert parallelism divides the number of experts in the trainer. In the engine it does not exceed it, and is 1 or a
   multiple of tensor parallelism.
-- Megatron's equal stages (or chunks) divide the layers that no other key assigns.
+- Megatron's equal stages (or chunks) divide the layers that no other key assigns. A layout text has the stages of all
+  ranks, every layer once, and no other key beside it assigns layers.
+- The critic's sizes (`value.dtensor_cfg`) keep the DTensor trainer's rules.
 
 Sizes are read from the model's `config.json`; they are not checked where that file is not on the machine.
 
@@ -73,12 +75,14 @@ Sizes are read from the model's `config.json`; they are not checked where that f
   `seq-mask-tis` need a lower bound as well; `seq-mask-tis` excludes `sequence_level_importance_ratios`.
 
 ## Support
+
+Trainers, algorithms and model families are on [a page of their own](support-matrix.md). These combinations are refused:
 """
 
 
 def configuration_page() -> str:
     """The whole page as Markdown."""
-    return "\n".join((HEAD, "## Keys", "", *_keys(), RULES, support_matrix(), *_foreign()))
+    return "\n".join((HEAD, "## Keys", "", *_keys(), RULES, refused_table(), "", *_foreign()))
 
 
 def _keys() -> Iterator[str]:

@@ -1,16 +1,12 @@
-"""What does not work together, as one table. Validation reads it, and the documentation's support matrix is made of it.
-
-``python -m refit_transport.config.support`` prints the matrix as Markdown."""
+"""What does not work together, as one table. Validation reads it, and pages of the documentation are made of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 from refit_transport.config.key import DOCUMENT
-from refit_transport.config.load import schema_defaults
 from refit_transport.config.pipeline_layout import stages_of
 from refit_transport.config.setup import Setup
 from refit_transport.config.violation import Violation
@@ -314,56 +310,9 @@ def unsupported_rules(setup: Setup, to_run: bool = False) -> Iterator[Violation]
             yield Violation(key, setup.get(key), row.allowed, row.anchor)
 
 
-def support_matrix() -> str:
-    """Markdown: trainers and algorithms against transports, model families, and every refused combination."""
-    return "\n\n".join((_transport_table(), _family_table(), _unsupported_table())) + "\n"
-
-
-_TRANSPORTS = (("nccl_reshard", "ffn"), ("nccl_reshard", "all"), ("gather_broadcast", None))
-
-
-def _transport_table() -> str:
-    heads = [f"`{name}`" + (f", scope `{scope}`" if scope else "") for name, scope in _TRANSPORTS]
-    lines = ["| trainer | algorithm | engine | " + " | ".join(heads) + " |", "|---" * (3 + len(heads)) + "|"]
-    for trainer, algorithm in product(("DTensor", "Megatron"), ("GRPO", "PPO")):
-        cells = [_cell(trainer.lower(), algorithm.lower(), name, scope) for name, scope in _TRANSPORTS]
-        lines.append(f"| {trainer} | {algorithm} | vLLM | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _cell(trainer: str, algorithm: str, transport: str, scope: str | None) -> str:
-    """``yes``, or what is left by the row of the table that refuses most."""
-    from omegaconf import OmegaConf
-
-    config = schema_defaults((algorithm,))
-    OmegaConf.update(config, "policy.model_name", "")
-    OmegaConf.update(config, f"{GENERATION}.colocated.enabled", False)
-    OmegaConf.update(config, f"{GENERATION}.refit_transport", None if transport == "gather_broadcast" else transport)
-    OmegaConf.update(config, "policy.dtensor_cfg.enabled", trainer == "dtensor")
-    OmegaConf.update(config, "policy.megatron_cfg.enabled", trainer == "megatron")
-    if scope:
-        OmegaConf.update(config, f"{GENERATION}.refit_cfg.{transport}.scope", scope)
-    setup = Setup(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
-    refused = sorted((row for row in UNSUPPORTED if row.applies(setup)), key=lambda row: row.only_to_run)
-    return f"[{'plan only' if refused[0].only_to_run else 'no'}](#{refused[0].slug})" if refused else "yes"
-
-
-def _family_table() -> str:
-    lines = ["| family | `model_type` | reshard path, scope `ffn` | engine on CPU |", "|---|---|---|---|"]
-    for family in FAMILIES:
-        types = ", ".join(f"`{kind}`" for kind in family.model_types)
-        on_cpu = "yes" if family.expert_model_on_cpu else "[without experts](#experts-without-cpu-kernel)"
-        on_cpu = "needs torchvision" if family.no_engine else on_cpu
-        lines.append(f"| {family.name} | {types} | {family.feed_forward} | {on_cpu} |")
-    return "\n".join(lines)
-
-
-def _unsupported_table() -> str:
+def refused_table() -> str:
+    """Markdown: every row, with the anchor that violations name."""
     lines = ["| refused | why | set |", "|---|---|---|"]
     for row in UNSUPPORTED:
         lines.append(f'| <a id="{row.slug}"></a>{row.combination} | {row.why} | `{row.key}`: {row.allowed} |')
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(support_matrix(), end="")

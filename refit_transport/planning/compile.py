@@ -54,6 +54,7 @@ class _Columns:
     """Row in the group's transfers."""
     parent: np.ndarray
     parameter: np.ndarray
+    group: np.ndarray
     start: np.ndarray
     stop: np.ndarray
     nbytes: np.ndarray
@@ -157,6 +158,7 @@ def _expand(
         row,
         table.parent[row].astype(np.int64),
         slabs.parameter[at],
+        np.full(len(at), number),
         start,
         stop,
         np.prod(stop - start, axis=1) * itemsize,
@@ -201,6 +203,7 @@ def _lay_out(columns: _Columns) -> tuple[PieceTable, dict[int, _Messages]]:
         messages[int(bucket[first])] = sends, recvs, local
     table = PieceTable(
         parameter=columns.parameter.astype(np.int32),
+        group=columns.group.astype(np.int32),
         start=columns.start,
         stop=columns.stop,
         offset=np.where(columns.kind == LOCAL, 0, offset),

@@ -20,6 +20,8 @@ class PieceTable:
 
     parameter: np.ndarray
     """int32, index into ``Plan.parameters``."""
+    group: np.ndarray
+    """int32, index into ``Plan.groups``: a parameter that engines hold differently is in several."""
     start: np.ndarray
     """int64 [rows, ndim], global coordinates."""
     stop: np.ndarray

@@ -13,24 +13,19 @@ from .staging import SLOTS, aligned
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """First and last bucket in which parts of a whole tensor arrive."""
+    """First and last bucket in which parts of a tensor arrive, and what kind of tensor it is."""
 
     first: int
     last: int
+    traits: Traits
 
 
 class Arena:
     """One tensor per whole parameter. Tensors that never live at the same time share memory: those within one bucket
     lie in that bucket's slot; one that spans buckets has a buffer that later ones reuse."""
 
-    def __init__(
-        self,
-        lifetimes: Mapping[int, Lifetime],
-        traits: Callable[[int], Traits],
-        allocate: Callable[[int], torch.Tensor],
-    ) -> None:
-        self._traits = traits
-        sizes = {p: _nbytes(traits(p)) for p in lifetimes}
+    def __init__(self, lifetimes: Mapping[int, Lifetime], allocate: Callable[[int], torch.Tensor]) -> None:
+        sizes = {p: _nbytes(life.traits) for p, life in lifetimes.items()}
         offsets, slot_bytes = _bucket_slots(lifetimes, sizes)
         buffer_of, buffers = _spanning_buffers(lifetimes, sizes)
         starts, total = [], slot_bytes * SLOTS
@@ -42,7 +37,7 @@ class Arena:
         self.tensors: dict[int, torch.Tensor] = {}
         for p, life in lifetimes.items():
             start = starts[buffer_of[p]] if p in buffer_of else (life.last % SLOTS) * slot_bytes + offsets[p]
-            self.tensors[p] = memory[start : start + sizes[p]].view(traits(p).dst).view(traits(p).shape)
+            self.tensors[p] = memory[start : start + sizes[p]].view(life.traits.dst).view(life.traits.shape)
 
 
 def _nbytes(traits: Traits) -> int:

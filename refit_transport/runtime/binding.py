@@ -86,7 +86,7 @@ class Binding:
         self._staging = staging
         lifetimes, completed = self._arrivals()
         if self._arena is None:
-            self._arena = Arena(lifetimes, self._pieces.traits_of, staging.arena)
+            self._arena = Arena(lifetimes, staging.arena)
         views = self._source_view, self._target_view
         layouts = [lay_out(self._pieces, bucket, staging, *views) for bucket in self.program.buckets]
         slot_bytes = aligned(max((layout.nbytes for layout in layouts), default=0), PAGE)
@@ -145,21 +145,20 @@ class Binding:
 
     def _arrivals(self) -> tuple[dict[int, Lifetime], list[tuple[list[str], list[int]]]]:
         """Lifetime of every whole tensor, and per bucket what is complete after it: direct names, whole parameters."""
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
+        arriving: dict[int, Lifetime] = {}
         for number, bucket in enumerate(self.program.buckets):
             spans = [(m.first, m.last) for m in bucket.recvs] + [bucket.local]
             for row in (row for span in spans for row in range(*span)):
                 if self._pieces.wanted[row]:
                     p = self._pieces.parameter[row]
-                    first.setdefault(p, number)
-                    last[p] = number
+                    life = arriving.get(p)
+                    if life is None or life.last != number:
+                        first = number if life is None else life.first
+                        arriving[p] = Lifetime(first, number, self._pieces.traits(row))
         completed: list[tuple[list[str], list[int]]] = [([], []) for _ in self.program.buckets]
-        for p, number in last.items():
-            traits = self._pieces.traits_of(p)
-            completed[number][traits.whole].append(p if traits.whole else traits.name)
-        lifetimes = {p: Lifetime(first[p], last[p]) for p in last if self._pieces.traits_of(p).whole}
-        return lifetimes, completed
+        for p, life in arriving.items():
+            completed[life.last][life.traits.whole].append(p if life.traits.whole else life.traits.name)
+        return {p: life for p, life in arriving.items() if life.traits.whole}, completed
 
     def _bound(
         self, bucket: BucketProgram, layout: BucketLayout, slot: int, completed: tuple[list[str], list[int]]
@@ -177,7 +176,7 @@ class Binding:
         for row in rows:
             local.add(self._target_view(row), self._source_view(row))
         names, whole = completed
-        tensors = [(self._pieces.traits_of(p).name, self._arena.tensors[p]) for p in whole]
+        tensors = [(self.plan.parameters[p].name, self._arena.tensors[p]) for p in whole]
         local_bytes = sum(self._pieces.nbytes[row] for row in rows)
         return BoundBucket(sends, recvs, pack, local, local_bytes, tuple(names), tensors)
 

@@ -54,7 +54,7 @@ class _Layouter:
         self.out = BucketLayout()
         self.forwarded: set[int] = set()
         self.forwarded_in_place: set[int] = set()
-        self._own_runs: dict[tuple[int, Region], tuple[int, int]] = {}
+        self._own_runs: dict[tuple[int, Region, torch.dtype], tuple[int, int]] = {}
         for message in bucket.sends:
             rows = {pieces.origin[row] for row in range(message.first, message.last)} - {-1}
             self.forwarded |= rows
@@ -92,7 +92,7 @@ class _Layouter:
             if message.peer not in self.staging.read_by and self._goes_direct(row, view):
                 self.out.direct[row] = live_bytes(view)
                 continue
-            run = (self.pieces.parameter[row], self.pieces.region(row))
+            run = (self.pieces.parameter[row], self.pieces.region(row), self.pieces.traits(row).wire)
             first, packer = self._own_runs.setdefault(run, (row, index))
             if first != row:
                 twins[row] = first

@@ -15,7 +15,7 @@ from refit_transport.trainers.base import WeightSource
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What all pieces of one parameter have in common."""
+    """What all pieces of one parameter in one transfer group have in common."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,13 +38,12 @@ class Pieces:
         self.wanted: list[bool] = table.wanted.tolist()
         self._start: list[list[int]] = table.start.tolist()
         self._stop: list[list[int]] = table.stop.tolist()
-        self._traits = _traits_by_parameter(plan, set(self.parameter))
+        group: list[int] = table.group.tolist()
+        known = {pair: _traits(plan, *pair) for pair in set(zip(self.parameter, group))}
+        self._traits = [known[pair] for pair in zip(self.parameter, group)]
 
     def traits(self, row: int) -> Traits:
-        return self._traits[self.parameter[row]]
-
-    def traits_of(self, parameter: int) -> Traits:
-        return self._traits[parameter]
+        return self._traits[row]
 
     def region(self, row: int) -> Region:
         dims = len(self.traits(row).shape)
@@ -77,11 +76,7 @@ class Pieces:
         return view.detach()
 
 
-def _traits_by_parameter(plan: Plan, wanted: set[int]) -> dict[int, Traits]:
-    found: dict[int, Traits] = {}
-    for group in plan.groups:
-        dtypes = [getattr(torch, name) for name in (group.src_dtype, group.dst_dtype, group.wire_dtype)]
-        for member in group.members:
-            if member in wanted:
-                found[member] = Traits(plan.parameters[member].name, group.shape, *dtypes, group.whole)
-    return found
+def _traits(plan: Plan, parameter: int, number: int) -> Traits:
+    group = plan.groups[number]
+    dtypes = [getattr(torch, name) for name in (group.src_dtype, group.dst_dtype, group.wire_dtype)]
+    return Traits(plan.parameters[parameter].name, group.shape, *dtypes, group.whole)

@@ -184,3 +184,19 @@ def test_a_missing_private_name_is_reported_with_both_versions(monkeypatch):
             private_names.check_private_names()
     finally:
         private_names.check_private_names.cache_clear()
+
+
+@pytest.mark.parametrize("direct, whole", [((), ("gate",)), (("norm",), ())])
+def test_a_tensor_that_arrives_in_another_way_than_described_is_not_counted_as_written(direct, whole) -> None:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    from refit_transport.engines.vllm.sink import VllmSink
+
+    model = Model(copy_up_and_gate)
+    record_metadata_for_reloading(model)
+    sink = VllmSink(model, VllmConfig(), torch.device("cpu"), torch.float32)
+    sink.describe(parameters(CHECKPOINT), frozenset(("gate", "up")))
+    sink.begin(1)
+    with pytest.raises(RuntimeError, match=r"arrived (whole|directly), which is not how this rank described it"):
+        sink.arrived(direct, [(name, torch.zeros(CHECKPOINT[name])) for name in whole])

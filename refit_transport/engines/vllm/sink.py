@@ -110,7 +110,9 @@ class VllmSink:
 
     @torch.no_grad()
     def arrived(self, direct: Sequence[str], whole: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """See ``WeightSink``."""
+        """See ``WeightSink``. Raises RuntimeError for a tensor that comes whole and was described as direct, or the
+        other way round: nothing would write it."""
+        self._check_ways(direct, [name for name, _ in whole])
         computed = [(name, tensor.clone()) for name, tensor in whole if name in self._destinations.loads]
         for name, tensor in whole:
             for copy in self._destinations.replays.get(name, ()):
@@ -184,6 +186,11 @@ class VllmSink:
         names = {path.removeprefix(prefix) for path in paths | zeroed if path.rpartition(".")[0] == owner}
         incomplete = {name for name in names if prefix + name in self._destinations.padded | zeroed}
         return StagedModule.open(owner, self._modules[owner], sorted(names), sorted(incomplete), self._device)
+
+    def _check_ways(self, direct: Sequence[str], whole: Sequence[str]) -> None:
+        for names, way, expected in ((direct, "directly", True), (whole, "whole", False)):
+            if wrong := [name for name in names if (name in self._destinations.direct) != expected]:
+                raise RuntimeError(f"{', '.join(wrong)} arrived {way}, which is not how this rank described it")
 
     def _arrive(self, name: str) -> None:
         for path in self._modules_of[name]:

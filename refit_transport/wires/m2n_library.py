@@ -47,13 +47,13 @@ def missing(
     return None
 
 
-def staging_of(sizes: str) -> int:
-    """Bytes that ``NCCL_RESHARD_PACK_BUFFSIZES`` asks for, such as ``8k:2,1m``; four slots where it does not say."""
-    total = 0
-    for size, slots in re.findall(r"(\d+[km]?)(?::(\d+))?", sizes.lower()):
-        unit = {"k": 1 << 10, "m": 1 << 20}.get(size[-1], 1)
-        total += int(size.rstrip("km")) * unit * int(slots or 4)
-    return total
+def staging_of(sizes: str) -> dict[int, int]:
+    """Bytes of a slot to number of slots, as ``NCCL_RESHARD_PACK_BUFFSIZES`` asks for them, such as ``8k:2,1m``; four
+    slots where it does not say."""
+    return {
+        int(size.rstrip("km")) * {"k": 1 << 10, "m": 1 << 20}.get(size[-1], 1): int(slots or 4)
+        for size, slots in re.findall(r"(\d+[km]?)(?::(\d+))?", sizes.lower())
+    }
 
 
 def loaded_nccl(maps: str) -> list[str]:
@@ -71,6 +71,8 @@ class Library:
         self._handle: Any = None
         self._rank = -1
         self._call_bytes = 0
+        self.staged_bytes = 0
+        """What the library stages in once it is open."""
         files = loaded_nccl(Path("/proc/self/maps").read_text())
         if len(files) > 1:
             raise WireError(
@@ -92,10 +94,9 @@ class Library:
 
     def open(self, call_bytes: int) -> None:
         """Make the library ready for calls of at most ``call_bytes`` per rank. It reads its environment only here, so a
-        later plan with larger calls is refused with WireError."""
+        later plan with larger calls is refused with WireError, and so is what the user set if it is too small."""
         if self._handle is None:
-            os.environ.setdefault(_SIZES, f"{-(-max(call_bytes, _LEAST) // 1024)}k:1")
-            self._handle, self._call_bytes = self._m2n.init(), call_bytes
+            self._start(call_bytes)
         if call_bytes > self._call_bytes:
             raise WireError(
                 f"M2N was made ready for calls of {self._call_bytes} bytes, this plan has larger ones ({call_bytes}); "
@@ -103,10 +104,22 @@ class Library:
                 phase="bind",
             )
 
-    @property
-    def staged_bytes(self) -> int:
-        """What the library stages in once it is open."""
-        return 0 if self._handle is None else staging_of(os.environ[_SIZES])
+    def _start(self, call_bytes: int) -> None:
+        """What is set for this session alone must not stay for the next one in this process."""
+        users = os.environ.get(_SIZES)
+        sizes = users or f"{-(-max(call_bytes, _LEAST) // 1024)}k:1"
+        slots = staging_of(sizes)
+        if max(slots, default=0) < call_bytes:
+            raise WireError(
+                f"{_SIZES} is {sizes}, too small for calls of {call_bytes} bytes; unset it, on all ranks", phase="bind"
+            )
+        os.environ[_SIZES] = sizes
+        try:
+            self._handle, self._call_bytes = self._m2n.init(), call_bytes
+        finally:
+            if users is None:
+                del os.environ[_SIZES]
+        self.staged_bytes = sum(size * count for size, count in slots.items())
 
     def reshard(
         self,

@@ -276,7 +276,7 @@ def test_a_rank_lost_after_the_calls_needs_no_restart() -> None:
     "sizes, nbytes", [("2k:1", 2048), ("8k:2,1m", 16384 + (4 << 20)), ("256m:1", 256 << 20), ("4096:3", 12288)]
 )
 def test_what_the_library_stages_is_read_from_its_own_setting(sizes: str, nbytes: int) -> None:
-    assert staging_of(sizes) == nbytes
+    assert sum(size * slots for size, slots in staging_of(sizes).items()) == nbytes
 
 
 def test_a_plan_with_larger_calls_than_the_library_is_ready_for_is_refused() -> None:
@@ -286,6 +286,21 @@ def test_a_plan_with_larger_calls_than_the_library_is_ready_for_is_refused() -> 
     assert opened.staged_bytes == 5 << 10
     with pytest.raises(WireError, match="ready for calls of 5000 bytes, this plan has larger ones"):
         opened.open(5001)
+
+
+def test_each_session_of_a_process_makes_the_library_ready_for_its_own_calls() -> None:
+    for call_bytes in (5000, 9000):
+        opened = library()
+        opened.open(call_bytes)
+        assert opened.staged_bytes >= call_bytes
+        opened.close()
+
+
+def test_staging_that_the_user_set_too_small_for_the_calls_is_refused(monkeypatch) -> None:
+    monkeypatch.setenv("NCCL_RESHARD_PACK_BUFFSIZES", "2k:1")
+    library().open(2048)
+    with pytest.raises(WireError, match=r"NCCL_RESHARD_PACK_BUFFSIZES is 2k:1, .*calls of 2049 bytes"):
+        library().open(2049)
 
 
 @pytest.mark.parametrize(

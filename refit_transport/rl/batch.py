@@ -6,7 +6,7 @@ log-probability) holds zero. Rows are padded on the right.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -79,10 +79,6 @@ def batch_sums(batch: Batch) -> dict[str, float]:
     if "rewards" in batch:
         sums["positive_tokens"] = float(mask[batch["rewards"] > 0].sum())
     return sums
-
-
-def add_sums(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: sum(part[name] for part in parts) for name in parts[0]}
 
 
 def select_rows(batch: Batch, rows: slice | torch.Tensor) -> Batch:

@@ -22,7 +22,7 @@ class TrainerWorld:
     @classmethod
     def join(cls, rank: int, world_size: int, addr: str, port: int, timeout_s: float) -> TrainerWorld:
         """A default process group that the process already has is used; else one is made at ``addr:port``. Every rank
-        calls it. ``timeout_s`` bounds every collective."""
+        calls it. ``timeout_s`` bounds the collectives of both groups."""
         device, timeout = _rank_device(rank), timedelta(seconds=timeout_s)
         owned = not dist.is_initialized()
         if owned:

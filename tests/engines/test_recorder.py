@@ -186,17 +186,41 @@ def test_a_missing_private_name_is_reported_with_both_versions(monkeypatch):
         private_names.check_private_names.cache_clear()
 
 
-@pytest.mark.parametrize("direct, whole", [((), ("gate",)), (("norm",), ())])
-def test_a_tensor_that_arrives_in_another_way_than_described_is_not_counted_as_written(direct, whole) -> None:
+@pytest.fixture
+def sink_of():
+    """``sink_of(direct)``: a model's sink that has described itself."""
     from vllm.config import VllmConfig
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     from refit_transport.engines.vllm.sink import VllmSink
 
-    model = Model(copy_up_and_gate)
-    record_metadata_for_reloading(model)
-    sink = VllmSink(model, VllmConfig(), torch.device("cpu"), torch.float32)
-    sink.describe(parameters(CHECKPOINT), frozenset(("gate", "up")))
+    def make(direct: frozenset[str]) -> VllmSink:
+        model = Model(copy_up_and_gate)
+        record_metadata_for_reloading(model)
+        sink = VllmSink(model, VllmConfig(), torch.device("cpu"), torch.float32)
+        sink.describe(parameters(CHECKPOINT), direct)
+        return sink
+
+    return make
+
+
+@pytest.mark.parametrize("direct, whole", [((), ("gate",)), (("norm",), ())])
+def test_a_tensor_that_arrives_in_another_way_than_described_is_not_counted_as_written(direct, whole, sink_of) -> None:
+    sink = sink_of(frozenset(("gate", "up")))
     sink.begin(1)
     with pytest.raises(RuntimeError, match=r"arrived (whole|directly), which is not how this rank described it"):
         sink.arrived(direct, [(name, torch.zeros(CHECKPOINT[name])) for name in whole])
+
+
+def test_tensors_that_vllm_replaced_since_the_last_refit_are_found(sink_of) -> None:
+    sink = sink_of(frozenset(CHECKPOINT))
+    moved = [sink.begin(1)]
+    sink.abort()
+    moved.append(sink.begin(2))
+    sink.abort()
+    layer = sink._model.layer
+    layer.fused.data = layer.fused.data.clone()
+    moved.append(sink.begin(3))
+    sink.abort()
+    moved.append(sink.begin(4))
+    assert moved == [False, False, True, False]

@@ -50,6 +50,8 @@ class VllmSink:
         """Checkpoint tensors that each module waits for."""
         self._modules_of: dict[str, tuple[str, ...]] = {}
         self._modes: dict[str, WriteMode] = {}
+        self._addresses: dict[str, int] = {}
+        """Of the tensors that views were given of, by path."""
         self._waiting: dict[str, set[str]] = {}
         self._staged: dict[str, StagedModule] = {}
 
@@ -74,6 +76,7 @@ class VllmSink:
             for name, landings in found.direct.items()
             if any(self._modes[path.rpartition(".")[0]] is WriteMode.STAGED for path, _ in landings)
         )
+        self._moved()
         return found.description()
 
     @property
@@ -99,7 +102,15 @@ class VllmSink:
             module, _, _ = zero.tensor.rpartition(".")
             if self._modes[module] is WriteMode.LIVE:
                 zero.target.on(self._tensor(zero.tensor)).zero_()
-        return False
+        return self._moved()
+
+    def _moved(self) -> bool:
+        """Whether a tensor that is written in place lies elsewhere than at the last call."""
+        before = self._addresses
+        paths = {path for landings in self._destinations.direct.values() for path, _ in landings}
+        live = (path for path in paths if self._modes[path.rpartition(".")[0]] is WriteMode.LIVE)
+        self._addresses = {path: self._tensor(path).data_ptr() for path in live}
+        return self._addresses != before
 
     def view(self, name: str, region: Region) -> torch.Tensor:
         """See ``WeightSink``. Raises KeyError for a name that is not direct, ValueError for a region not its own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,10 +89,11 @@ def job_from(args: argparse.Namespace) -> Job:
     if found:
         raise UsageError("\n".join(["the plan cannot be made:", *found]))
     job = Job(
-        recipe["model"], recipe["training"], recipe["generation"], cluster, recipe["colocated"], recipe["options"]
-    )
+        recipe["model"], recipe["training"], recipe["generation"], cluster, recipe["colocated"], recipe["options"],
+        recipe.get("notes", ()),
+    )  # fmt: skip
     if not args.cluster and not recipe.get("cluster"):
-        job = replace(job, notes=(f"No --cluster was given: {DEFAULT_CLUSTER} is assumed.",))
+        job = replace(job, notes=(f"No --cluster was given: {DEFAULT_CLUSTER} is assumed.", *job.notes))
     if args.bucket_mib:
         job = replace(job, options=replace(job.options, bucket_bytes=args.bucket_mib << 20))
     return job
@@ -165,7 +166,21 @@ def _recipe(path: str) -> dict[str, Any]:
         "cluster": "cpu-host" if setup.get("cluster.device") == "cpu" else None,
         "colocated": setup.colocated,
         "options": _options(setup),
+        "notes": tuple(_not_shown(setup)),
     }
+
+
+def _not_shown(setup: Any) -> Iterator[str]:
+    """What of a recipe's trainer the plan leaves out."""
+    from refit_transport.config.pipeline_layout import STAGE_LAYERS, STAGE_SHARES
+
+    if setup.trainer == "dtensor":
+        if (expert := setup.get("policy.dtensor_cfg.expert_parallel_size")) > 1:
+            yield f"policy.dtensor_cfg.expert_parallel_size {expert} is not shown: experts are cut as all is."
+        return
+    cfg = setup.get("policy.megatron_cfg")
+    if any(cfg[name] for name in ("pipeline_model_parallel_layout", *STAGE_LAYERS, *STAGE_SHARES)):
+        yield "Stages are shown with equal numbers of layers, unlike policy.megatron_cfg's."
 
 
 def _training(setup: Any) -> Any:
@@ -195,12 +210,10 @@ def _generation(setup: Any) -> Any:
 
 
 def _options(setup: Any) -> Any:
-    from dataclasses import fields
-
-    from refit_transport.planning.plan import PlanOptions
+    from refit_transport.transports.registry import get_transport
 
     given = setup.get(f"policy.generation.refit_cfg.{setup.transport}") or {}
-    return PlanOptions(**{f.name: given[f.name] for f in fields(PlanOptions) if given.get(f.name) is not None})
+    return get_transport(setup.transport).plan_options(given)
 
 
 def _misfits(recipe: dict[str, Any]) -> list[str]:

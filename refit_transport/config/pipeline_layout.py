@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 
+STAGE_LAYERS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+STAGE_SHARES = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+"""Keys of ``policy.megatron_cfg`` that share out layers where there is no layout text."""
+
 LETTERS = {"E": "embedding", "t": "decoder layer", "m": "prediction layer", "L": "loss"}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from refit_transport.config.engine_shape import EngineShape
 from refit_transport.config.key import DOCUMENT
 from refit_transport.config.model_facts import ModelFacts
-from refit_transport.config.pipeline_layout import LETTERS, stages_of
+from refit_transport.config.pipeline_layout import LETTERS, STAGE_LAYERS, STAGE_SHARES, stages_of
 from refit_transport.config.setup import Setup
 from refit_transport.config.violation import Violation
 
@@ -21,8 +21,6 @@ EXPERT = f"{DTENSOR}.expert_parallel_size"
 VALUE = "value.dtensor_cfg"
 RESOURCES = "policy.generation.colocated.resources"
 ANCHOR = f"{DOCUMENT}#layouts"
-_STAGE_LAYERS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-_STAGE_SHARES = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 Found = Iterator[Violation]
 
@@ -159,7 +157,7 @@ def _pipeline_layout_fits(setup: Setup) -> Found:
     text = setup.get(key)
     if setup.trainer != "megatron" or not text:
         return
-    for name in (*_STAGE_LAYERS, *_STAGE_SHARES):
+    for name in (*STAGE_LAYERS, *STAGE_SHARES):
         if setup.get(f"{MEGATRON}.{name}") not in (None, False):
             yield Violation(f"{MEGATRON}.{name}", setup.get(f"{MEGATRON}.{name}"), f"unset, since {key} is set", ANCHOR)
     yield from (Violation(key, text, limit, ANCHOR) for limit in _limits_of_layout(setup, stages_of(text)))
@@ -191,8 +189,8 @@ def _pipeline_divides(setup: Setup, layers: int) -> Found:
     stages = setup.get(key)
     if setup.get(f"{MEGATRON}.pipeline_model_parallel_layout"):
         return  # Megatron's own text says where every layer goes
-    first, last = (setup.get(f"{MEGATRON}.{name}") for name in _STAGE_LAYERS)
-    left = layers - (first or 0) - (last or 0) + sum(setup.get(f"{MEGATRON}.{name}") for name in _STAGE_SHARES)
+    first, last = (setup.get(f"{MEGATRON}.{name}") for name in STAGE_LAYERS)
+    left = layers - (first or 0) - (last or 0) + sum(setup.get(f"{MEGATRON}.{name}") for name in STAGE_SHARES)
     even = stages - (first is not None) - (last is not None)
     chunks = even * (setup.get(f"{MEGATRON}.virtual_pipeline_model_parallel_size") or 1)
     if chunks > 0 and left % chunks:

@@ -7,12 +7,15 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from refit_transport import cli
+from refit_transport.cli_plan import job_from
 
 BASE = "recipes/grpo-reverse-digits-1n4r-fsdp2-tp2.yaml"
+PLAN = dict.fromkeys(("model", "train", "gen", "bucket_mib", "cluster")) | {"colocated": False}
 SHAPES = "recipes/grpo-reverse-digits-1n5r-fsdp2-tp2-and-tp1.yaml"
 
 
@@ -86,6 +89,39 @@ def test_a_plan_of_different_engines_is_refused_with_their_shapes(capsys: pytest
     assert "policy.generation.replicas: found engines of TP2, TP1" in capsys.readouterr().err
     assert cli.main(["validate", SHAPES]) == 0
     assert "-> 1 engine(s) of 2 ranks (TP2) + 1 engine(s) of 1 ranks (TP1)" in capsys.readouterr().out
+
+
+EXPERTS = "recipes/grpo-reverse-digits-moe-1n4r-fsdp2-tp2.yaml"
+STAGES = "recipes/grpo-reverse-digits-1n4r-megatron-pp2vpp2-tp2.yaml"
+
+
+def changed(recipe: str, change: str, folder: Path) -> SimpleNamespace:
+    """Arguments of ``plan`` for a recipe that differs from ``recipe`` in one line."""
+    (folder / "recipe.yaml").write_text(f"defaults: {Path(recipe).resolve()}\npolicy: {change}\n")
+    return SimpleNamespace(**PLAN | {"config": str(folder / "recipe.yaml")})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "change", "notes"),
+    [
+        (EXPERTS, "{dtensor_cfg: {expert_parallel_size: 2}}", ["policy.dtensor_cfg.expert_parallel_size 2 is not"]),
+        (
+            STAGES,
+            "{megatron_cfg: {pipeline_model_parallel_layout: Et|t|t|tL}}",
+            ["Stages are shown with equal numbers"],
+        ),
+        (STAGES, "{}", []),
+        (BASE, "{}", []),
+    ],
+)
+def test_a_plan_of_a_recipe_says_what_it_does_not_show(recipe: str, change: str, notes: list, tmp_path: Path) -> None:
+    found = job_from(changed(recipe, change, tmp_path)).notes
+    assert len(found) == len(notes) and all(a.startswith(b) for a, b in zip(found, notes))
+
+
+def test_a_plan_of_a_recipe_has_the_options_of_its_transport(tmp_path: Path) -> None:
+    change = "{generation: {refit_transport: null, refit_cfg: {gather_broadcast: {root: single}}}}"
+    assert job_from(changed(BASE, change, tmp_path)).options.broadcast_root == "single"
 
 
 def test_validate_says_what_would_start(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,7 +54,8 @@ many generate, the others train. One node gives `gpus_per_node` of its own; seve
   multiple of tensor parallelism.
 - Megatron's equal stages (or chunks) divide the layers that no other key assigns. A layout text has the stages of all
   ranks, every layer once, and no other key beside it assigns layers.
-- The critic's sizes (`value.dtensor_cfg`) keep the DTensor trainer's rules.
+- The critic's sizes (`value.dtensor_cfg`) keep the DTensor trainer's rules. Made of the policy's checkpoint, it has its
+  `hf_config_overrides`.
 
 Sizes are read from the model's `config.json`; they are not checked where that file is not on the machine.
 

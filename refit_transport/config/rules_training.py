@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from refit_transport.config.key import DOCUMENT
+from refit_transport.config.key import DOCUMENT, anchor_id, as_yaml
 from refit_transport.config.setup import Setup
 from refit_transport.config.violation import Violation
 
@@ -37,6 +37,17 @@ def _batches_divide(setup: Setup) -> Found:
         if ranks and batch % (micro * ranks):
             product = f"train_micro_batch_size {micro} x {ranks} data-parallel ranks"
             yield Violation(key, batch, f"a multiple of {micro * ranks} ({product})", BATCHES)
+
+
+def _critic_is_the_policys_model(setup: Setup) -> Found:
+    """Made of one checkpoint, both read its configuration alike."""
+    name, overrides = "value.model_name", "hf_config_overrides"
+    if setup.algorithm != "ppo" or setup.get(name) != setup.get("policy.model_name"):
+        return
+    wanted, found = setup.get(f"policy.{overrides}"), setup.get(f"value.{overrides}")
+    if wanted != found:
+        limit = f"{as_yaml(wanted)}, as policy.{overrides}, or a {name} of its own"
+        yield Violation(f"value.{overrides}", found, limit, f"{DOCUMENT}#{anchor_id(f'value.{overrides}')}")
 
 
 def _lengths_fit(setup: Setup) -> Found:
@@ -143,6 +154,7 @@ def _module_exists(name: str) -> bool:
 
 _RULES: tuple[Callable[[Setup], Found], ...] = (
     _batches_divide,
+    _critic_is_the_policys_model,
     _lengths_fit,
     _leave_one_out_needs_company,
     _asynchronous_options_agree,

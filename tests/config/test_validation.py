@@ -228,6 +228,17 @@ def test_a_critic_whose_cut_does_not_fit_is_refused_by_its_own_key(override: str
     assert list(found) == [key] and allowed in found[key]
 
 
+def test_a_critic_of_the_policys_checkpoint_needs_the_policys_changes_to_its_configuration() -> None:
+    recipe = "recipes/ppo-reverse-digits-1n4r-fsdp2-tp2.yaml"
+    changes = "policy.hf_config_overrides={rope_theta: 5.0}"
+    (found,) = violations(changes, recipe=recipe)
+    assert (found.key, found.allowed) == (
+        "value.hf_config_overrides",
+        "{rope_theta: 5}, as policy.hf_config_overrides, or a value.model_name of its own",
+    )
+    assert violations(changes, "value.hf_config_overrides={rope_theta: 5.0}", recipe=recipe) == []
+
+
 LAYOUT = "policy.megatron_cfg.pipeline_model_parallel_layout"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 
@@ -13,9 +14,12 @@ DIE_WITH_PARENT = "REFIT_TRANSPORT_DIE_WITH_PARENT"
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends (Linux; elsewhere nothing)."""
+    """Ask the kernel to kill this process when its parent ends (Linux; elsewhere nothing), and end now if it has."""
     if os.environ.get(DIE_WITH_PARENT) and hasattr(signal, "SIGKILL"):
         try:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         except (AttributeError, OSError):
             return
+        parent = multiprocessing.parent_process()
+        if parent is not None and parent.pid != os.getppid():
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from refit_transport.cluster.orphans import DIE_WITH_PARENT
 from refit_transport.session.control_server import ControlServer
 from tests.engines.vllm_engines import start_engine
 from tests.equality.trainer_ranks import DEADLINE_S, LIFE_S, TrainerRanks
@@ -64,7 +65,7 @@ class ReplicaProcess:
 
 def _serve_engine(pipe: Any, path: Path, env: dict[str, str], options: dict[str, Any]) -> None:
     signal.alarm(LIFE_S)
-    os.environ.update(env)
+    os.environ.update({DIE_WITH_PARENT: "1", **env})
     llm = start_engine(path, **options)
     while True:
         call, args = pipe.recv()

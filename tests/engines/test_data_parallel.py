@@ -148,7 +148,9 @@ def test_a_worker_knows_its_place_from_vllms_configuration(name):
 
 def test_real_configurations_name_the_fields_that_ranks_are_read_from(monkeypatch):
     from vllm.config import ParallelConfig
+    from vllm.envs import disable_envs_cache
 
+    disable_envs_cache()  # an engine of this process has frozen them
     for key, value in core_env(1, 2, "127.0.0.1", 7000).items():
         monkeypatch.setenv(key, value)
     config = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, distributed_executor_backend="mp")

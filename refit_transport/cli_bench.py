@@ -76,11 +76,8 @@ def _engine(args: argparse.Namespace) -> int:
     from refit_transport.bench.engine import EngineCase, measure_engine
 
     options = {"max_model_len": args.max_model_len, "enforce_eager": True}
-    case = EngineCase(
-        **{key: getattr(args, key) for key in ("model", "transport", "scope", "trainers", "tensor_parallel")},
-        **{key: getattr(args, key) for key in ("requests", "pause", "rounds")},
-        engine_options=options,
-    )
+    given = ("model", "transport", "scope", "trainers", "tensor_parallel", "requests", "pause", "rounds")
+    case = EngineCase(**{key: getattr(args, key) for key in given}, engine_options=options)
     figures = measure_engine(case)
     print(f"{case.rounds} refits of {figures['bytes'] / 1e6:,.2f} MB, {case.requests} requests in flight; medians")
     for phase, seconds in figures["seconds_median"].items():

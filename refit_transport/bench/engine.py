@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from refit_transport.cluster.placement import CPU_WORKER_ENV
 from refit_transport.session.control_server import ControlServer
 from refit_transport.session.report import RefitReport
 
@@ -20,17 +21,8 @@ from .engine_requests import Requests
 from .engine_trainers import CheckpointTrainer
 from .processes import Ranks
 
-PAUSES = ("keep", "wait", "abort")
-"""What becomes of requests in flight, as in ``AsyncLLM.pause_generation``."""
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-"""Unless the user set another value."""
+ENVIRONMENT = CPU_WORKER_ENV | {"VLLM_LOGGING_LEVEL": "ERROR"}
+"""Unless the user set another value. All processes are on this host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +37,7 @@ class EngineCase:
     requests: int = 4
     """How many requests are always in flight."""
     pause: str = "keep"
+    """What becomes of requests in flight: ``keep``, ``wait`` or ``abort``, as in ``AsyncLLM.pause_generation``."""
     rounds: int = 5
     timeout_seconds: float = 120.0
     engine_options: dict[str, Any] = field(default_factory=dict)
@@ -56,7 +49,8 @@ def measure_engine(case: EngineCase) -> dict[str, Any]:
 
     ``quiet`` is the time from asking for the pause until the engine runs again: ``pause``, ``update``, ``finish``,
     ``reset`` (of the prefix cache, requests in flight included) and ``resume``. ``update`` holds ``transfer``, ``load``
-    and ``commit`` as the session reports them. Raises what a rank or the engine raises.
+    and ``commit`` as the session reports them. Raises what a rank or the engine raises, and TimeoutError that names the
+    step that took more than ``timeout_seconds``.
     """
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
@@ -105,7 +99,7 @@ async def _measure(case: EngineCase, trainers: Ranks) -> list[dict[str, float]]:
         )
         await _refit(case, engine, trainers, 0)
         tokens = max(8, case.engine_options.get("max_model_len", 256) // 2)
-        async with Requests(engine, case.requests, tokens) as requests:
+        async with Requests(engine, case.requests, tokens, case.timeout_seconds) as requests:
             refits = []
             for version in range(1, case.rounds + 1):
                 refits.append(await _refit(case, engine, trainers, version))
@@ -144,7 +138,10 @@ async def _refit(case: EngineCase, engine: Any, trainers: Ranks, version: int) -
     started = time.monotonic()
     for name, step in steps.items():
         before = time.monotonic()
-        await step()
+        try:
+            await asyncio.wait_for(step(), case.timeout_seconds)
+        except TimeoutError as error:
+            raise TimeoutError(f"refit {version}: {name} took more than {case.timeout_seconds:g} s") from error
         seconds[name] = time.monotonic() - before
     quiet = time.monotonic() - started
     report = reports[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from itertools import count
 from typing import Any
 
@@ -10,8 +11,9 @@ from typing import Any
 class Requests:
     """Requests that start again whenever they end, and the number of tokens they got."""
 
-    def __init__(self, engine: Any, requests: int, tokens: int) -> None:
+    def __init__(self, engine: Any, requests: int, tokens: int, timeout_seconds: float) -> None:
         self._engine, self._requests, self._tokens = engine, requests, tokens
+        self._timeout = timeout_seconds
         self._numbers = count()
         self._tasks: list[asyncio.Task] = []
         self.tokens = 0
@@ -27,11 +29,17 @@ class Requests:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def progress(self) -> None:
-        """Return once the engine has put out tokens for every request since the call."""
-        wanted = self.tokens + self._requests
+        """Return once the engine has put out as many tokens since the call as there are requests. Raises what ended a
+        request, TimeoutError when none come."""
+        wanted, deadline = self.tokens + self._requests, time.monotonic() + self._timeout
         while self.tokens < wanted:
             if broken := [task for task in self._tasks if task.done()]:
                 await broken[0]
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"the engine put out {self.tokens + self._requests - wanted} of {self._requests} tokens within "
+                    f"{self._timeout:g} s"
+                )
             await asyncio.sleep(0.001)
 
     async def _always(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from refit_transport.layout.region import Region
+from refit_transport.layout.sharding import chunk
 from refit_transport.session.member import RefitMember
 from refit_transport.session.report import RefitReport
 from refit_transport.trainers.tensors import TensorSource
@@ -40,8 +41,7 @@ def rows_of(model: Path, rank: int, ranks: int) -> TensorSource:
             for name in opened.keys():
                 rows = opened.get_slice(name)
                 shape = shapes[name] = tuple(rows.get_shape())
-                step = -(-shape[0] // ranks) if shape else 1
-                start, stop = (min(i * step, shape[0] if shape else 1) for i in (rank, rank + 1))
+                start, stop = chunk(shape[0] if shape else 1, ranks, rank)
                 if start < stop:
                     region = Region((start, *(0 for _ in shape[1:])), (stop, *shape[1:])) if shape else Region((), ())
                     held[name] = [(region, rows[start:stop] if shape else opened.get_tensor(name))]

@@ -53,20 +53,18 @@ def violations(keys: Mapping[str, Any], sides: Mapping[str, Side]) -> Iterator[s
         for axis, count in (("ep", model.experts), ("pp", model.layers)):
             if (size := side.mesh.get(axis, 1)) > 1 and (count == 0 or count % size):
                 yield f"{key}.mesh.{axis}: got {size}, allowed: a divisor of {count}, the {AXES[axis]} of the model"
-        if (size := side.mesh.get("tp", 1)) > 1:
-            yield from (f"{key}.mesh.tp: got {size}, but {line}" for line in _uncut(model, size))
+        if (size := side.mesh.get("tp", 1)) > 1 and (obstacle := _uncut(model, size)):
+            yield f"{key}.mesh.tp: got {size}, but {obstacle}"
 
 
-def _uncut(model: Model, size: int) -> Iterator[str]:
+def _uncut(model: Model, size: int) -> str:
+    """Why the first tensor that does not lie on ``size`` ranks, a box each, does not; empty when all do."""
     for tensor in model.tensors:
-        cut = tensor.cut
-        if cut.parts:
-            yield f"{tensor.name} consists of parts that are cut one by one; allowed: 1"
-        elif cut.units and cut.units % size:
-            yield f"{tensor.name} has {cut.units} heads; allowed: a divisor of that"
-        else:
-            continue
-        return
+        if tensor.cut.parts:
+            return f"{tensor.name} consists of parts that are cut one by one; allowed: 1"
+        if tensor.cut.units % size:
+            return f"{tensor.name} has {tensor.cut.units} heads; allowed: a divisor of that"
+    return ""
 
 
 def placed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from refit_transport.bench.engine_requests import Requests
 from refit_transport.bench.engine_trainers import rows_of
 from tests.models import make_model, read_checkpoint
 
@@ -47,3 +49,19 @@ def test_an_engine_with_requests_in_flight_is_refitted_and_goes_on(model, tmp_pa
     for refit in figures["refits"]:
         assert sum(refit[step] for step in STEPS) == pytest.approx(refit["quiet"], abs=0.01)
         assert 0 < refit["transfer"] < refit["update"]
+
+
+class SilentEngine:
+    async def generate(self, prompt, sampling, name):
+        await asyncio.Event().wait()
+        yield
+
+
+@pytest.mark.engine
+def test_an_engine_that_puts_out_nothing_is_an_error_at_the_deadline():
+    async def use() -> None:
+        async with Requests(SilentEngine(), 3, 8, timeout_seconds=0.05):
+            raise AssertionError("no token came")
+
+    with pytest.raises(TimeoutError, match=r"0 of 3 tokens within 0.05 s"):
+        asyncio.run(asyncio.wait_for(use(), 60))

@@ -51,7 +51,7 @@ class VllmSink:
         self._modules_of: dict[str, tuple[str, ...]] = {}
         self._modes: dict[str, WriteMode] = {}
         self._addresses: dict[str, int] = {}
-        """Of the tensors that views were given of, by path."""
+        """Of the tensors that are written in place, by path: where they lay when the last refit began."""
         self._waiting: dict[str, set[str]] = {}
         self._staged: dict[str, StagedModule] = {}
 
@@ -71,12 +71,12 @@ class VllmSink:
         self._modes = {path: write_mode(path, self._modules[path], self._device) for path in sorted(owners)}
         self._names_of = {path: frozenset(needed) for path, needed in names.items()}
         self._destinations = found
+        written = {path for landings in found.direct.values() for path, _ in landings}
+        live = {path for path in written if self._modes[path.rpartition(".")[0]] is WriteMode.LIVE}
         self.transient = frozenset(
-            name
-            for name, landings in found.direct.items()
-            if any(self._modes[path.rpartition(".")[0]] is WriteMode.STAGED for path, _ in landings)
+            name for name, landings in found.direct.items() if any(path not in live for path, _ in landings)
         )
-        self._moved()
+        self._addresses = {path: self._address(path) for path in live}
         return found.description()
 
     @property
@@ -102,15 +102,11 @@ class VllmSink:
             module, _, _ = zero.tensor.rpartition(".")
             if self._modes[module] is WriteMode.LIVE:
                 zero.target.on(self._tensor(zero.tensor)).zero_()
-        return self._moved()
-
-    def _moved(self) -> bool:
-        """Whether a tensor that is written in place lies elsewhere than at the last call."""
-        before = self._addresses
-        paths = {path for landings in self._destinations.direct.values() for path, _ in landings}
-        live = (path for path in paths if self._modes[path.rpartition(".")[0]] is WriteMode.LIVE)
-        self._addresses = {path: self._tensor(path).data_ptr() for path in live}
+        before, self._addresses = self._addresses, {path: self._address(path) for path in self._addresses}
         return self._addresses != before
+
+    def _address(self, path: str) -> int:
+        return self._tensor(path).data_ptr()
 
     def view(self, name: str, region: Region) -> torch.Tensor:
         """See ``WeightSink``. Raises KeyError for a name that is not direct, ValueError for a region not its own."""

@@ -41,6 +41,8 @@ def main(extras: list[str]) -> None:
         *(str(UV), "pip", "install", "--quiet", "--python", str(PYTHON), "--editable", f"{ROOT}[{','.join(extras)}]"),
         *("--constraint", str(ROOT / "constraints.txt"), "--override", str(ROOT / "overrides.txt")),
         *_torch_arguments(extras, find_links),
+        # Where Python keeps no bytecode of what it imports, each of a run's dozen processes would compile it again.
+        *(["--compile-bytecode"] if os.environ.get("PYTHONDONTWRITEBYTECODE") else []),
         environment=environment,
     )
     stamp.write_text(state)

@@ -19,6 +19,7 @@ from refit_transport.layout.sharding import region_layout
 
 from .plan import Plan, Route, Slab, TransferGroup
 from .staged import staged_bytes
+from .whole import busiest_layout
 
 DTYPES = frozenset(
     "int8 uint8 int32 uint32 int64 uint64 float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2".split()
@@ -125,9 +126,12 @@ def choose_wires(
 
 def call_limit(plan: Plan, choices: Sequence[Choice]) -> int:
     """Most bytes of one rank in one call. The library stages as much again, and what goes point to point is staged in
-    the same memory as the calls, so that a rank stages two ``bucket_bytes`` at most."""
-    left = 2 * plan.options.bucket_bytes - staged_bytes(without_m2n(plan, choices))
-    return max(0, min(plan.options.bucket_bytes, MAX_CALL_BYTES, left))
+    the same memory as the calls, so that a rank takes two ``bucket_bytes`` at most, whole tensors included if the plan
+    keeps them within that."""
+    budget, whole = 2 * plan.options.bucket_bytes, busiest_layout(plan.groups, plan.buckets).nbytes
+    if staged_bytes(plan) + whole <= budget:
+        budget -= whole
+    return max(0, min(budget // 2, MAX_CALL_BYTES, budget - staged_bytes(without_m2n(plan, choices))))
 
 
 def wires_by_parameter(plan: Plan, choices: Sequence[Choice]) -> dict[str, tuple[str, str]]:

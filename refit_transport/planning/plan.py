@@ -24,7 +24,7 @@ __all__ = [
     "TransferTable",
 ]
 
-PLANNER_VERSION = 2
+PLANNER_VERSION = 3
 """Part of every digest: ranks that run planners of different versions refuse each other."""
 
 

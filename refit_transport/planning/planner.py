@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import prod
 
 from refit_transport.layout.layout import LogicalParameter, SideDescription
 
 from .balance import Ledger, fair_fractions
-from .buckets import Queued, fill_buckets
 from .digest import plan_digest
 from .fabric import Fabric
+from .filling import fill
 from .groups import GroupSpec, group_entries, travel_order
 from .jobs import Job, JobMaker, total_supply
-from .loads import TemplateLoad
-from .plan import Plan, PlanError, PlanOptions, TransferGroup
+from .plan import Plan, PlanError, PlanOptions
 from .router import Routed, Router
 from .supply import own_shares
 
@@ -39,11 +37,9 @@ def plan_refit(
     _check_ranks(source, sink, fabric)
     specs, unused = group_entries(source, sink, ordered, options)
     jobs, routed = _route(source, sink, fabric, options, ordered, specs)
-    queues = [_queue(job, of.load) for job, of in zip(jobs, routed)]
-    buckets = fill_buckets(queues, options.fill_bytes, len(fabric.domain_of) - 1)
-    groups = tuple(_group(spec, of, sink) for spec, of in zip(specs, routed))
+    filled = fill(jobs, routed, source, sink, options)
     digest = plan_digest(source, sink, ordered, domains, options)
-    return Plan(ordered, groups, buckets, domains, options, digest, unused)
+    return Plan(ordered, filled.groups, filled.buckets, domains, options, digest, unused)
 
 
 def _route(
@@ -91,23 +87,3 @@ def _check_ranks(source: SideDescription, sink: SideDescription, fabric: Fabric)
             for rank in layout.ranks:
                 if not fabric.has(rank):
                     raise PlanError(f"{role} rank {rank} has weights but is in no domain")
-
-
-def _queue(job: Job, load: TemplateLoad) -> Queued:
-    spec = job.spec
-    return Queued(spec.src_layout, spec.members, prod(spec.shape) * spec.itemsize, load, job.slot_ranks)
-
-
-def _group(spec: GroupSpec, routed: Routed, sink: SideDescription) -> TransferGroup:
-    return TransferGroup(
-        route=spec.route,
-        shape=spec.shape,
-        src_dtype=spec.src_dtype,
-        dst_dtype=spec.dst_dtype,
-        wire_dtype=spec.wire_dtype,
-        whole=spec.whole,
-        members=tuple(spec.members),
-        transfers=routed.table,
-        targets=sink.layouts[spec.dst_layout].ranks,
-        slab_dim=routed.load.slab_dim,
-    )

@@ -13,7 +13,6 @@ from .copies import Fractions, OwnCopies
 from .demand import decode
 from .fabric import Fabric
 from .jobs import Job
-from .loads import TemplateLoad, template_load
 from .plan import PlanOptions
 from .route import Chains, Shares, Template, route_demand
 from .route_broadcast import route_through_root
@@ -25,10 +24,7 @@ class Routed:
     """The outcome for one job."""
 
     table: TransferTable
-    load: TemplateLoad
-
-
-_Prepared = tuple[Template, np.ndarray, TemplateLoad]
+    template: Template
 
 
 @dataclass(slots=True)
@@ -43,13 +39,10 @@ class Router:
     receivers: Ledger
     near: Ledger
     _turn: int = field(default=0, init=False)
-    _templates: dict[tuple[object, ...], tuple[Template, np.ndarray, TemplateLoad]] = field(
-        default_factory=dict, init=False
-    )
+    _templates: dict[tuple[object, ...], tuple[Template, np.ndarray]] = field(default_factory=dict, init=False)
     _fans: dict[tuple[int, ...], int] = field(default_factory=dict, init=False)
 
     def route(self, job: Job) -> Routed:
-        """Raises PlanError when a single row of a member does not fit into a bucket."""
         own = job.own_copies(self.own_shares, self.options.relay)
         shares = self._shares(job, own)
         relays = any(sent < copies for of_set in own.values() for copies, sent in of_set.items())
@@ -60,9 +53,8 @@ class Router:
         key = (job.key, job.spec.itemsize, shares.key(), chains, turns)
         if key not in self._templates:
             template = self._template(job, shares, Chains(own, turn))
-            load = template_load(template, job.slot_ranks, job.spec.shape, job.spec.itemsize, self.options.fill_bytes)
-            self._templates[key] = template, self._fan(template), load
-        template, fan, load = self._templates[key]
+            self._templates[key] = template, self._fan(template)
+        template, fan = self._templates[key]
         self._charge(job, template, own)
         src, dst = decode(template.src, job.slot_ranks), decode(template.dst, job.slot_ranks)
         ndim = len(job.spec.shape)
@@ -78,7 +70,7 @@ class Router:
             fan=fan,
             numel=template.numel,
         )
-        return Routed(table, load)
+        return Routed(table, template)
 
     def _template(self, job: Job, shares: Shares, chains: Chains) -> Template:
         itemsize, stripe_bytes = job.spec.itemsize, self.options.stripe_bytes

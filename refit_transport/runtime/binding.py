@@ -10,16 +10,17 @@ from itertools import accumulate, pairwise
 import torch
 
 from refit_transport.engines.base import WeightSink
+from refit_transport.layout.alignment import PAGE, aligned
 from refit_transport.planning.plan import Plan
 from refit_transport.planning.program import BucketProgram, Message, Program
 from refit_transport.trainers.base import WeightSource
 
-from .arena import Arena, Lifetime
+from .arena import Arena, Arrival
 from .bucket_layout import BucketLayout, lay_out
 from .checksums import Checksums
 from .pieces import Pieces
 from .replay import BoundBucket, BoundMessage, Copies, Target
-from .staging import PAGE, SLOTS, Staging, aligned
+from .staging import SLOTS, Staging
 
 
 def peers_of(program: Program) -> frozenset[int]:
@@ -84,9 +85,9 @@ class Binding:
         if staging is not self._staging:
             self.memory = self._arena = None
         self._staging = staging
-        lifetimes, completed = self._arrivals()
+        arrivals, completed = self._arrivals()
         if self._arena is None:
-            self._arena = Arena(lifetimes, staging.arena)
+            self._arena = Arena(arrivals, staging.arena)
         views = self._source_view, self._target_view
         layouts = [lay_out(self._pieces, bucket, staging, *views) for bucket in self.program.buckets]
         slot_bytes = aligned(max((layout.nbytes for layout in layouts), default=0), PAGE)
@@ -143,9 +144,9 @@ class Binding:
             return partial(self._pieces.sink_view, self.sink, row)
         return self._pieces.sink_view(self.sink, row)
 
-    def _arrivals(self) -> tuple[dict[int, Lifetime], list[tuple[list[str], list[int]]]]:
-        """Lifetime of every whole tensor, and per bucket what is complete after it: direct names, whole parameters."""
-        arriving: dict[int, Lifetime] = {}
+    def _arrivals(self) -> tuple[dict[int, Arrival], list[tuple[list[str], list[int]]]]:
+        """Arrival of every whole tensor, and per bucket what is complete after it: direct names, whole parameters."""
+        arriving: dict[int, Arrival] = {}
         for number, bucket in enumerate(self.program.buckets):
             spans = [(m.first, m.last) for m in bucket.recvs] + [bucket.local]
             for row in (row for span in spans for row in range(*span)):
@@ -154,7 +155,7 @@ class Binding:
                     life = arriving.get(p)
                     if life is None or life.last != number:
                         first = number if life is None else life.first
-                        arriving[p] = Lifetime(first, number, self._pieces.traits(row))
+                        arriving[p] = Arrival(first, number, self._pieces.traits(row))
         completed: list[tuple[list[str], list[int]]] = [([], []) for _ in self.program.buckets]
         for p, life in arriving.items():
             completed[life.last][life.traits.whole].append(p if life.traits.whole else life.traits.name)

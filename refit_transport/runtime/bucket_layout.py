@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from refit_transport.layout.alignment import aligned
 from refit_transport.layout.region import Region
 from refit_transport.planning.program import BucketProgram, Message
 
 from .pieces import Pieces
 from .replay import Target
-from .staging import Staging, aligned
+from .staging import Staging
 
 
 @dataclass(slots=True)

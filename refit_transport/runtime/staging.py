@@ -7,19 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from refit_transport.layout.alignment import PAGE
 from refit_transport.planning.plan import IN_FLIGHT
 
 SLOTS = IN_FLIGHT
 """Buckets that have memory at once: while some are exchanged, the next is packed or the last one unpacked."""
-
-PAGE = 4096
-LINE = 64
-"""Messages start on a cache line, which also aligns every dtype."""
-
-
-def aligned(nbytes: int, step: int = LINE) -> int:
-    """``nbytes`` rounded up to a multiple of ``step``."""
-    return -(-nbytes // step) * step
 
 
 def host_memory(nbytes: int) -> torch.Tensor:

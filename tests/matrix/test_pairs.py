@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from refit_transport.runtime.staging import LINE, PAGE, SLOTS
+from refit_transport.layout.alignment import LINE, PAGE
+from refit_transport.runtime.staging import SLOTS
 from refit_transport.session.totals import check_counts
 from tests.matrix import engines, policies, trainers
 from tests.matrix.in_memory_wire import InMemoryWire

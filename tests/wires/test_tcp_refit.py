@@ -12,7 +12,8 @@ import pytest
 from forked_wires import Rank, Ranks
 from refit_cases import Case, Tensor, bound_rank, columns, everything, merged, rows
 
-from refit_transport.runtime.staging import PAGE, SLOTS
+from refit_transport.layout.alignment import PAGE
+from refit_transport.runtime.staging import SLOTS
 
 T, E = [0, 1, 2, 3], [4, 5, 6, 7]
 SPLIT = ((0, 1, 2, 3), (4, 5, 6, 7))

@@ -111,6 +111,8 @@ class Ranks:
 
     def _serve(self, rank: int, pipe: Connection) -> None:
         """The child: answer calls until the pipe closes."""
+        # A forked process makes torch's thread pool anew at the first use. Threads that are first together find none.
+        torch.set_num_threads(1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # The parent's ends, this rank's among them: a pipe ends only when nobody holds its other end.

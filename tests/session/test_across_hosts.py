@@ -4,6 +4,7 @@ import os
 import pickle
 
 import pytest
+import torch
 from ranks import EngineRank, TrainerRank, World
 
 from refit_transport.bench.netlab import Lab, enter_namespace, supported
@@ -41,6 +42,7 @@ def test_a_refit_crosses_hosts_without_any_address_in_the_configuration():
             results, answer = os.pipe()
             pid = os.fork()
             if pid == 0:
+                torch.set_num_threads(1)
                 try:
                     outcome = run_on(host, lab, reader, writer)
                 except BaseException as error:

@@ -73,6 +73,8 @@ def _collect(ranks: list[Any], pipes: list[Any]) -> list[Any]:
 def _run_rank(
     rank: int, world_size: int, pipe: Any, function: Callable[..., Any], args: tuple, init_method: str | None
 ) -> None:
+    # A forked process makes torch's thread pool anew at the first use. Threads that are first together find none.
+    torch.set_num_threads(1)
     signal.alarm(int(2 * DEADLINE_S))  # no orphan outlives a parent that was killed
     try:
         if init_method:

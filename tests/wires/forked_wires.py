@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+import torch
+
 from refit_transport.wires.base import Peer
 from refit_transport.wires.tcp import TcpWire
 
@@ -145,6 +147,8 @@ class Ranks:
 
 
 def _main(body: Callable[[Rank], object], rank: Rank, enter: Callable[[int], None]) -> None:
+    # A forked process makes torch's thread pool anew at the first use. Threads that are first together find none.
+    torch.set_num_threads(1)
     try:
         enter(rank.rank)
         rank.pipe.send(("result", body(rank)))

@@ -20,9 +20,9 @@ _ERROR = re.compile(r"(\S+ )?[A-Za-z_.]*(Error|Exception)\b.*: .+")
 
 
 def await_all(calls: Sequence[tuple[str, ray.ObjectRef]], doing: str, timeout: float) -> list[Any]:
-    """Results of ``(actor's name, reference)`` pairs, in order. Raises ClusterError as soon as one of them fails (an
-    actor's death is seen within a fraction of a second), or after ``timeout`` seconds, naming who did not answer. Where
-    an actor's death makes a collective of the others fail, the error names the one that died."""
+    """Results of ``(actor's name, reference)`` pairs, in order. Raises ClusterError when one of them fails, or after
+    ``timeout`` seconds, naming who did not answer. An actor's death ends the wait at once. After any other failure the
+    rest get three seconds: where a death made a collective of the others fail, the error names the one that died."""
     deadline = time.monotonic() + timeout
     names = {ref: name for name, ref in calls}
     pending = list(names)

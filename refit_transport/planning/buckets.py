@@ -47,13 +47,13 @@ def fill_buckets(groups: Sequence[Queued], limit: int, world: int) -> tuple[tupl
     alike = _alike(groups, ranks, world, SMALL * limit)
     costs = _costs(groups, [alike[of] for of in ranks])
     order = _interleave(groups)
-    slabs = _slabs(groups, order)
     first_slab = np.cumsum([0] + [len(group.load.slabs) for group in groups])
-    cost_of = (first_slab[order[:, 0]] + order[:, 2]).tolist()
+    number = first_slab[order[:, 0]] + order[:, 2]
+    slabs = _slabs(groups, order, number)
     buckets: list[tuple[Slab, ...]] = []
     filling = _Filling(limit, int(alike.max(initial=0)) + 1)
     first = 0
-    for position, cost in enumerate(map(costs.__getitem__, cost_of)):
+    for position, cost in enumerate(map(costs.__getitem__, number.tolist())):
         if not filling.take(cost):
             buckets.append(tuple(slabs[first:position]))
             filling = _Filling(limit, len(filling.staged))
@@ -64,12 +64,11 @@ def fill_buckets(groups: Sequence[Queued], limit: int, world: int) -> tuple[tupl
     return tuple(buckets)
 
 
-def _slabs(groups: Sequence[Queued], order: np.ndarray) -> list[Slab]:
-    rows = [np.array(group.load.slabs, np.int64).reshape(-1, 2) for group in groups]
-    first = np.cumsum([0] + [len(of_group) for of_group in rows])
-    rows = np.concatenate([*rows, np.zeros((0, 2), np.int64)])[first[order[:, 0]] + order[:, 2]]
+def _slabs(groups: Sequence[Queued], order: np.ndarray, number: np.ndarray) -> list[Slab]:
+    """``number``: by item of ``order``, its slab's place among those of all groups."""
+    rows = np.array([slab for group in groups for slab in group.load.slabs], np.int64).reshape(-1, 2)[number]
     columns = order[:, 0], order[:, 1], rows[:, 0], rows[:, 1]
-    # Models have a million of them, and this is three times as fast as calling the class.
+    # Models have a million of them; calling the class takes half as long again.
     return list(map(partial(tuple.__new__, Slab), zip(*(column.tolist() for column in columns))))
 
 

@@ -188,7 +188,7 @@ def _lay_out(columns: _Columns) -> tuple[PieceTable, dict[int, _Messages]]:
     values = [column[edges].tolist() for column in fields] + [(behind[ends] - behind[edges]).tolist()]
     peers, hops, links, sizes = values
     rows_of = zip(peers, hops, map(LINKS.__getitem__, links), sizes, edges.tolist(), ends.tolist())
-    every = list(map(partial(tuple.__new__, Message), rows_of))  # three times as fast as calling the class
+    every = list(map(partial(tuple.__new__, Message), rows_of))  # calling the class takes half as long again
     messages: dict[int, _Messages] = defaultdict(lambda: ([], [], (0, 0)))
     new = np.flatnonzero(np.r_[len(edges) > 0, (np.diff(bucket) != 0) | (np.diff(kind) != 0)])
     for first, last in zip(new.tolist(), [*new[1:].tolist(), len(edges)]):

@@ -32,13 +32,18 @@ class Filled:
 
 
 def fill(
-    jobs: Sequence[Job], routed: Sequence[Routed], source: SideDescription, sink: SideDescription, options: PlanOptions
+    jobs: Sequence[Job],
+    routed: Sequence[Routed],
+    source: SideDescription,
+    sink: SideDescription,
+    options: PlanOptions,
+    world: int,
 ) -> Filled:
     """Buckets as full as ``options`` allow, or less so that whole tensors fit besides them into two ``bucket_bytes``.
-    Where whole tensors alone nearly take that much, they come on top of full buckets. Raises PlanError when a single
-    row of a member does not fit into a bucket."""
+    Where whole tensors alone nearly take that much, they come on top of full buckets. ``world`` is
+    the highest rank plus one. Raises PlanError when a single row of a member does not fit into a bucket."""
     limit = options.fill_bytes
-    full = filled = _filled(jobs, routed, source, sink, limit)
+    full = filled = _filled(jobs, routed, source, sink, limit, world)
     for tries_left in reversed(range(TRIES)):
         whole = busiest_layout(filled.groups, filled.buckets)
         room, taken = IN_FLIGHT * options.fill_bytes - whole.spanning, IN_FLIGHT * limit + whole.in_buckets
@@ -49,19 +54,23 @@ def fill(
         if not tries_left or limit < LEAST * options.fill_bytes:
             break
         try:
-            filled = _filled(jobs, routed, source, sink, limit)
+            filled = _filled(jobs, routed, source, sink, limit, world)
         except PlanError:
             break
     return full
 
 
 def _filled(
-    jobs: Sequence[Job], routed: Sequence[Routed], source: SideDescription, sink: SideDescription, limit: int
+    jobs: Sequence[Job],
+    routed: Sequence[Routed],
+    source: SideDescription,
+    sink: SideDescription,
+    limit: int,
+    world: int,
 ) -> Filled:
     loads = _loads(jobs, routed, limit)
     groups = tuple(_group(job, of, load, sink) for job, of, load in zip(jobs, routed, loads))
     queues = [_queue(job, load, source) for job, load in zip(jobs, loads)]
-    world = max((rank for side in (source, sink) for layout in side.layouts for rank in layout.ranks), default=-1) + 1
     return Filled(groups, fill_buckets(queues, limit, world))
 
 

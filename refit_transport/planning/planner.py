@@ -37,7 +37,7 @@ def plan_refit(
     _check_ranks(source, sink, fabric)
     specs, unused = group_entries(source, sink, ordered, options)
     jobs, routed = _route(source, sink, fabric, options, ordered, specs)
-    filled = fill(jobs, routed, source, sink, options)
+    filled = fill(jobs, routed, source, sink, options, len(fabric.domain_of) - 1)
     digest = plan_digest(source, sink, ordered, domains, options)
     return Plan(ordered, filled.groups, filled.buckets, domains, options, digest, unused)
 

@@ -56,18 +56,18 @@ def lay_out_whole(lifetimes: Mapping[Hashable, Lifetime]) -> WholeLayout:
 
 def busiest_layout(groups: Sequence[TransferGroup], buckets: Sequence[Sequence[Slab]]) -> WholeLayout:
     """The largest one that any rank of a plan needs."""
-    lives: dict[int, dict[int, Lifetime]] = {number: {} for number, group in enumerate(groups) if group.whole}
-    if not lives:
+    sizes = {number: prod(g.shape) * ITEMSIZE[g.dst_dtype] for number, g in enumerate(groups) if g.whole}
+    if not sizes:
         return NOTHING
+    lives: dict[int, dict[int, Lifetime]] = {number: {} for number in sizes}
     for at, bucket in enumerate(buckets):
         for slab in bucket:
-            of_group = lives.get(slab.group)
-            if of_group is not None:
-                known = of_group.get(slab.member)
-                nbytes = _nbytes(groups[slab.group]) if known is None else known.nbytes
-                of_group[slab.member] = Lifetime(at if known is None else known.first, at, nbytes)
+            if slab.group in sizes:
+                known = lives[slab.group].get(slab.member)
+                first = at if known is None else known.first
+                lives[slab.group][slab.member] = Lifetime(first, at, sizes[slab.group])
     loaded_by: dict[int, list[int]] = {}
-    for number in lives:
+    for number in sizes:
         for rank in groups[number].targets:
             loaded_by.setdefault(rank, []).append(number)
     layouts = [
@@ -75,10 +75,6 @@ def busiest_layout(groups: Sequence[TransferGroup], buckets: Sequence[Sequence[S
         for numbers in {tuple(numbers) for numbers in loaded_by.values()}
     ]
     return max(layouts, key=lambda layout: layout.nbytes, default=NOTHING)
-
-
-def _nbytes(group: TransferGroup) -> int:
-    return prod(group.shape) * ITEMSIZE[group.dst_dtype]
 
 
 def _in_slots(lifetimes: Mapping[Hashable, Lifetime]) -> tuple[dict[Hashable, int], int]:
@@ -95,9 +91,7 @@ def _in_slots(lifetimes: Mapping[Hashable, Lifetime]) -> tuple[dict[Hashable, in
 def _in_buffers(lifetimes: Mapping[Hashable, Lifetime]) -> tuple[dict[Hashable, int], list[int]]:
     """Buffer number of every tensor that spans buckets, and the size of each buffer. A buffer is free again once no
     bucket in flight can still use it, ``IN_FLIGHT`` buckets after its tensor was complete."""
-    spanning = sorted(
-        (key for key, life in lifetimes.items() if life.first < life.last), key=lambda k: lifetimes[k].first
-    )
+    spanning = [key for key, life in lifetimes.items() if life.first < life.last]
     buffer_of: dict[Hashable, int] = {}
     buffers: list[int] = []
     free_at: list[int] = []
